@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from threading import RLock
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +31,7 @@ from resstream.models.calls import (
 )
 from resstream.models.certificate import Certificate
 from resstream.models.float64 import stay_float64
+from resstream.models.frozen import Activations, frozen
 from resstream.models.tokens import Tokens
 from resstream.models.trunk import TOLERANCE, ResidualModel, Trunk, relative_distance, worst_of
 from resstream.sites import Site
@@ -229,12 +231,47 @@ class CausalLM(ResidualModel):
             return twins[id(module)]
 
         wide = object.__new__(CausalLM)
-        wide.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("steps", "_lock")})
+        wide.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_lock", "_mlp_activations")})
         wide.hf_model, wide.anatomy = hf_model, self.anatomy.map(twin)
         wide._lock, wide._arithmetic = RLock(), stay_float64
         wide.check = wide.verify()
         wide.require_verified()
         return wide
+
+    def frozen(self, part: Literal["attn", "mlp", "readout"]) -> AbstractContextManager[None]:
+        """Hold a part's norm scales, attention patterns and gates fixed; which activations are gates, numbers tell."""
+        if part == "mlp":
+            return frozen(self._mlp_activations, self._mlp_modules())
+        return frozen("slope" if part == "readout" else "constant")
+
+    @cached_property
+    def _mlp_activations(self) -> Activations:
+        """The way to hold activations fixed that makes the first MLP linear: f(x) = <df/dx, x> + <df/db, b>."""
+        rng = torch.Generator().manual_seed(0)
+        blank = Tokens(torch.zeros(1, 1, dtype=torch.long, device=self.device), (1,), ())
+        with torch.no_grad():
+            trunk = self.trunk(blank)
+        x = torch.randn(trunk.x0.shape, generator=rng).to(trunk.x0).requires_grad_()
+        biases = [value for name, value in self.hf_model.named_parameters() if name.endswith("bias")]
+        errors: dict[Activations, float] = {}
+        for activations in ("constant", "slope"):
+            with torch.enable_grad(), frozen(activations, self._mlp_modules()):
+                out = trunk.write(Site(0, "mlp"), x).sum()
+            found = torch.autograd.grad(out, [x, *biases], allow_unused=True)
+            parts = [
+                (value * slope).sum() for value, slope in zip([x, *biases], found, strict=True) if slope is not None
+            ]
+            errors[activations] = abs(float((sum(parts) - out) / out))
+        best = min(errors, key=errors.__getitem__)
+        if errors[best] > 1e3 * torch.finfo(self.dtype).eps:
+            raise UnsupportedModelError(
+                f"the MLP of {self.name} does not become linear when its activations are held fixed "
+                f'(f(x) is off by {errors[best]:.1g}, relative); use gauge="jacobian" or gauge="direct"'
+            )
+        return best
+
+    def _mlp_modules(self) -> list[nn.Module]:
+        return [module for branches in self.anatomy.branches for module in branches.mlp.modules()]
 
     def form_of(self, module: nn.Module) -> tuple[str, int] | None:
         """In what form a block or branch returns its output, as seen on a real pass."""

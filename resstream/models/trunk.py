@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -110,6 +111,17 @@ class ResidualModel(ABC):
     @abstractmethod
     def in_float64(self) -> ResidualModel:
         """A copy of the model that computes in float64 throughout, norms and softmax included."""
+
+    def frozen(self, part: Literal["attn", "mlp", "readout"]) -> AbstractContextManager[None]:
+        """Make a part linear in what it reads, its value unchanged: norm scales, attention patterns, gates held fixed.
+
+        Raises:
+            UnsupportedModelError: this model has a part that does not become linear so.
+        """
+        raise UnsupportedModelError(
+            f"{self.name} has no frozen form, since its parts are not norms, attention and gates that could be held "
+            'fixed; use gauge="jacobian" or gauge="direct"'
+        )
 
     @property
     @abstractmethod

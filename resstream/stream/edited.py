@@ -1,0 +1,226 @@
+"""A model under edits: a model like any other, whose stream is changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from resstream.check import Check
+from resstream.errors import EditError, SiteError
+from resstream.models.tokens import Tokens
+from resstream.models.trunk import ResidualModel, Trunk
+from resstream.sites import ENDS, WRITES, Site, layers_from
+from resstream.stream.edits import Edit, Reorder, Skip, Zero
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a list of edits comes to: the order of the layers, and the edits at each site, in the order given."""
+
+    order: tuple[int, ...]
+    edits: dict[Site, tuple[Edit, ...]]
+
+    def changes_inside(self, layer: int) -> bool:
+        """Whether anything between a layer's input and its output is changed."""
+        return any(Site(layer, kind) in self.edits for kind in (*WRITES, "resid_mid"))
+
+    def apply(self, site: Site, value: Tensor, tokens: Tokens) -> Tensor:
+        """Run the edits of one site."""
+        for edit in self.edits.get(site, ()):
+            value = edit.apply(value, tokens)
+        return value
+
+
+@dataclass(frozen=True)
+class EditedTrunk(Trunk):
+    """A trunk whose layers are the base's, with edits between and inside them."""
+
+    base: Trunk
+    plan: Plan
+    parallel: bool
+
+    @property
+    def tokens(self) -> Tokens:  # type: ignore[override]
+        """The batch of the base trunk."""
+        return self.base.tokens
+
+    @property
+    def x0(self) -> Float[Tensor, "batch pos d_model"]:  # type: ignore[override]
+        """The stream before the first layer."""
+        return self.base.x0
+
+    @property
+    def order(self) -> Sequence[int]:  # type: ignore[override]
+        """The layers in the order in which they run."""
+        return self.plan.order
+
+    def at(self, site: Site, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """The state at a boundary after the edits that are made there."""
+        return self.plan.apply(site, x, self.tokens)
+
+    def layer(self, layer: int, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after a layer that reads `x`, edits inside it and at its output included."""
+        if not self.plan.changes_inside(layer):
+            x = self.base.layer(layer, x)
+        elif self.parallel:
+            x = x + self.write(Site(layer, "attn"), x) + self.write(Site(layer, "mlp"), x)
+        else:
+            x = self.at(Site(layer, "resid_mid"), x + self.write(Site(layer, "attn"), x))
+            x = x + self.write(Site(layer, "mlp"), x)
+        return self.at(Site(layer, "resid_post"), x)
+
+    def write(self, site: Site, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What a branch adds, after the edits of its write."""
+        return self.at(site, self.base.write(site, x))
+
+
+class EditedModel(ResidualModel):
+    """A model and its edits. It can be read, measured, run and asked to generate like the model itself.
+
+    The base model is not touched: edits act on the stream as it passes, so there is nothing to put back.
+    """
+
+    def __init__(self, base: ResidualModel, plan: Plan):
+        self.base, self.plan = base, plan
+        self.name = f"{base.name} (edited)"
+        self.n_layers, self.d_model, self.n_heads = base.n_layers, base.d_model, base.n_heads
+        self.vocab_size, self.max_positions, self.layout = base.vocab_size, base.max_positions, base.layout
+        self.tokenizer, self.hf_model, self.check = base.tokenizer, base.hf_model, base.check
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base model."""
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the base model."""
+        return self.base.dtype
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that run, in their own order and each once, however often it runs."""
+        return sorted(set(self.plan.order))
+
+    def adds_up(self, layer: int) -> bool:
+        """Whether no state inside or at the end of a layer is edited."""
+        return not any(Site(layer, kind) in self.plan.edits for kind in ("resid_mid", "resid_post"))
+
+    def site(self, name: str | Site) -> Site:
+        """Read a site name; the ends of the stream are where the edited model begins and ends.
+
+        Raises:
+            SiteError: a place that the model does not have, or one in a layer that is skipped.
+        """
+        if name in ENDS and self.plan.order:
+            first, last = self.plan.order[0], self.plan.order[-1]
+            return Site(first, "resid_pre") if name == "embed" else Site(last, "resid_post")
+        site = self.base.site(name)
+        if site.layer not in self.plan.order:
+            raise SiteError(f'no site "{site}": layer {site.layer} of {self.name} is skipped; name a layer that runs')
+        return site
+
+    def trunk(self, tokens: Tokens) -> EditedTrunk:
+        """Open the stream of the base model, with the edits on it."""
+        return EditedTrunk(self.base.trunk(tokens), self.plan, self.layout == "parallel")
+
+    def readout(
+        self, x: Float[Tensor, "*batch d_model"], vocab: Sequence[int] | None = None
+    ) -> Float[Tensor, "*batch vocab"]:
+        """The base model's readout."""
+        return self.base.readout(x, vocab)
+
+    def own_logits(self, tokens: Tokens) -> Float[Tensor, "prompt pos vocab"]:
+        """The logits of the edited pass: the edits exist on the opened stream only."""
+        return self.readout(self.trunk(tokens).run())
+
+    def verify(self) -> Check:
+        """Verify the base model; edits change the stream, not the fact that it is a sum."""
+        return self.base.verify()
+
+    def in_float64(self) -> EditedModel:
+        """The same edits on the float64 copy of the base model."""
+        return EditedModel(self.base.in_float64(), self.plan)
+
+
+@contextmanager
+def edited(model: ResidualModel, *edits: Edit | Skip | Reorder) -> Iterator[EditedModel]:
+    """Edit the stream for the length of a `with`: steer, ablate, patch, skip or reorder, and run the model so.
+
+    >>> import resstream as rs
+    >>> model = rs.load("smollm2")
+    >>> with rs.edited(model, rs.Zero("0.mlp"), rs.Skip(7)) as m:
+    ...     logits = m.logits("The Eiffel Tower is in the city of")
+    >>> logits.shape
+    torch.Size([1, 9, 49152])
+
+    Edits at one site act in the order in which they are given. Gradients flow through all of them.
+
+    Args:
+        model: a model from `load`, or one that is already edited.
+        *edits: Replace, Add, Scale, Zero, Mean, Resample, Noise, Apply at a site; Skip and Reorder on layers.
+    Yields:
+        The edited model, with `logits(prompts)`, `generate(text, max_new_tokens=20)` and all else that a model has.
+    Raises:
+        SiteError: a site or layer that the model does not have.
+        EditError: a value that does not fit its site, or something that is not an edit.
+    """
+    base, plan = (model.base, model.plan) if isinstance(model, EditedModel) else (model, _no_edits(model))
+    order = _order(model, plan.order, edits)
+    target = EditedModel(base, Plan(order, plan.edits))
+    at = {site: list(found) for site, found in plan.edits.items()}
+    for edit in _at_sites(target, edits):
+        at.setdefault(target.site(edit.site), []).append(edit.prepare(model))
+    yield EditedModel(base, Plan(order, {site: tuple(found) for site, found in at.items()}))
+
+
+def require_unedited(model: ResidualModel, measure: str) -> None:
+    """Refuse an edited model where a measure takes the model's own layers apart.
+
+    Raises:
+        EditError: the model is edited.
+    """
+    if isinstance(model, EditedModel):
+        raise EditError(
+            f"{measure} takes the model's own layers apart, and {model.name} has edits between and inside them; "
+            "pass the model that rs.load returned"
+        )
+
+
+def _no_edits(model: ResidualModel) -> Plan:
+    return Plan(tuple(range(model.n_layers)), {})
+
+
+def _order(model: ResidualModel, order: Sequence[int], edits: Sequence[Edit | Skip | Reorder]) -> tuple[int, ...]:
+    """The layers that run, as Reorder names them and without those that are skipped."""
+    skipped = set()
+    for edit in edits:
+        if isinstance(edit, Reorder):
+            order = layers_from(list(edit.order), n_layers=model.n_layers, model=model.name)
+        elif isinstance(edit, Skip) and isinstance(edit.what, int):
+            skipped.update(layers_from(edit.what, n_layers=model.n_layers, model=model.name))
+    return tuple(layer for layer in order if layer not in skipped)
+
+
+def _at_sites(model: ResidualModel, edits: Sequence[Edit | Skip | Reorder]) -> Iterator[Edit]:
+    """The edits that act at a site, each at the full name that the site has in the edited model."""
+    for edit in edits:
+        if isinstance(edit, Edit):
+            yield replace(edit, site=str(model.site(edit.site)))
+        elif isinstance(edit, Skip) and isinstance(edit.what, str):
+            site = model.site(edit.what)
+            if not site.is_write:
+                raise EditError(
+                    f'Skip("{edit.what}") names a state of the stream, which cannot be left out; '
+                    f'skip a layer, Skip({site.layer}), or a branch, Skip("{site.layer}.attn")'
+                )
+            yield Zero(str(site))
+        elif not isinstance(edit, Skip | Reorder):
+            raise EditError(
+                f"{edit!r} is not an edit; use Replace, Add, Scale, Zero, Mean, Resample, Noise, Apply, Skip or Reorder"
+            )

@@ -1,0 +1,58 @@
+"""Gradients pulled back through one part of the trunk at a time: J^T v for many vectors v at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Part: TypeAlias = Callable[[Tensor], Tensor]
+
+# Vectors x positions pulled back in one call; more would only grow the memory of attention's backward.
+_AT_ONCE = 4096
+
+
+def pull(
+    part: Part, x: Float[Tensor, "1 pos d_model"], vectors: Float[Tensor, "vector pos d_model"]
+) -> Float[Tensor, "vector pos d_model"]:
+    """Multiply vectors by the transposed Jacobian of a part of the trunk at its actual input.
+
+    >>> pull(lambda x: 3 * x, torch.ones(1, 2, 4), torch.ones(5, 2, 4)).shape
+    torch.Size([5, 2, 4])
+
+    The part runs forward once, on one row; only the way back is batched.
+
+    Args:
+        part: from stream to stream, such as one write.
+        x: the stream that it reads.
+        vectors: gradients at its output.
+    Returns:
+        The gradients at its input.
+    """
+    if not len(vectors):
+        return vectors
+    size = max(1, _AT_ONCE // x.shape[1])
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        out = part(leaf)
+        return torch.cat([_pull_some(out, leaf, some) for some in vectors[:, None].split(size)])
+
+
+def gradient(scalar: Part, x: Float[Tensor, "1 pos d_model"]) -> Float[Tensor, "pos d_model"]:
+    """The gradient of a scalar function of the stream, by one plain backward pass."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(scalar(leaf).sum(), leaf)
+    return found[0]
+
+
+def _pull_some(out: Tensor, leaf: Tensor, vectors: Float[Tensor, "vector 1 pos d_model"]) -> Tensor:
+    try:
+        (found,) = torch.autograd.grad(out, leaf, vectors, retain_graph=True, is_grads_batched=True)
+    except RuntimeError:
+        # Some backward kernels cannot be batched; one vector at a time gives the same numbers.
+        found = torch.stack([torch.autograd.grad(out, leaf, each, retain_graph=True)[0] for each in vectors])
+    return found[:, 0]

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from resstream.errors import SiteError as SiteError
     from resstream.errors import UnsupportedModelError as UnsupportedModelError
     from resstream.measure.ablation import ablate_layers as ablate_layers
+    from resstream.measure.ensemble import layer_ensemble as layer_ensemble
     from resstream.measure.lens import logit_lens as logit_lens
+    from resstream.measure.lesions import lesion_curve as lesion_curve
+    from resstream.measure.logit_paths import logit_by_path_length as logit_by_path_length
     from resstream.measure.metrics import Metric as Metric
     from resstream.measure.metrics import kl_from_base as kl_from_base
     from resstream.measure.metrics import log_prob as log_prob
@@ -60,7 +63,10 @@ _HOMES = {
     "measure.lens": ("logit_lens",),
     "measure.patching": ("patch_activations",),
     "measure.ablation": ("ablate_layers",),
+    "measure.lesions": ("lesion_curve",),
     "measure.paths": ("path_lengths",),
+    "measure.logit_paths": ("logit_by_path_length",),
+    "measure.ensemble": ("layer_ensemble",),
     "measure.metrics": ("logit_diff", "log_prob", "loss", "kl_from_base", "Metric"),
     "result": ("Result", "open_result"),
     "check": ("Check",),

@@ -1,0 +1,1 @@
+"""Measures: one question about the stream per file."""

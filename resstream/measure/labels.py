@@ -1,0 +1,39 @@
+"""The labels that measures share: prompts and tokens as coordinates, arguments as plain settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from resstream.models.tokens import Tokens
+
+
+def prompt_coords(tokens: Tokens, name: str = "token") -> dict[str, Any]:
+    """Coordinates of a batch: positions, token strings (never an index, since they repeat), and lengths."""
+    strings = np.full((len(tokens), tokens.width), "", dtype=object)
+    for row, texts in enumerate(tokens.strings):
+        strings[row, : len(texts)] = texts
+    return {
+        "prompt": np.arange(len(tokens)),
+        "position": np.arange(tokens.width),
+        name: (("prompt", "position"), strings),
+        "length": ("prompt", np.array(tokens.lengths)),
+    }
+
+
+def texts_of(tokens: Tokens) -> list[str]:
+    """Each prompt as text, put together from its tokens."""
+    return ["".join(strings) for strings in tokens.strings]
+
+
+def names_of(asked: str | int | Sequence[Any]) -> Any:
+    """A choice of sites or layers as a plain value that a file can hold."""
+    return asked if isinstance(asked, (str, int)) else [names_of(each) for each in asked]
+
+
+def to_numpy(values: Tensor) -> np.ndarray:
+    """A tensor as a float64 array of its own."""
+    return values.detach().double().cpu().numpy()

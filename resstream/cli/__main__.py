@@ -1,0 +1,7 @@
+"""The command line under its other name, `python -m resstream.cli`."""
+
+from __future__ import annotations
+
+from resstream.cli import app
+
+app()

@@ -1,4 +1,4 @@
-"""A report: four measures of one pair of prompts as a page that opens without a network, and as files."""
+"""A report: seven measures of one pair of prompts as a page that opens without a network, and as files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +18,12 @@ import jinja2
 import torch
 from tqdm import tqdm
 
-from resstream.errors import ResultError
+from resstream.errors import ResultError, UnsupportedModelError
 from resstream.measure.ablation import ablate_layers
+from resstream.measure.ensemble import layer_ensemble
 from resstream.measure.lens import logit_lens
+from resstream.measure.lesions import lesion_curve
+from resstream.measure.logit_paths import Gauge, logit_by_path_length
 from resstream.measure.metrics import answer_ids, at_last, logit_diff, wide
 from resstream.measure.patching import patch_activations
 from resstream.measure.paths import path_lengths
@@ -33,14 +36,24 @@ from resstream.result import Result
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
 ANSWER, AGAINST = " Mary", " John"
-MEASURES = ("logit_lens", "patch_activations", "ablate_layers", "path_lengths")
+MEASURES = (
+    "logit_lens",
+    "patch_activations",
+    "ablate_layers",
+    "layer_ensemble",
+    "lesion_curve",
+    "path_lengths",
+    "logit_by_path_length",
+)
+# So few that all 2^n subsets of them take seconds.
+ENSEMBLE = 10
 PAGE = "index.html"
 SUFFIXES = (".png", ".pdf", ".svg", ".csv", ".nc")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the four measures are asked: one pair of prompts, and two answers to choose between."""
+    """What the measures are asked: one pair of prompts, and two answers to choose between."""
 
     clean: str
     corrupted: str
@@ -79,7 +92,7 @@ def report(
     *,
     progress: bool = True,
 ) -> Path:
-    """Ask one model four questions about one pair of prompts, and write the answers as a page and as files.
+    """Ask one model seven questions about one pair of prompts, and write the answers as a page and as files.
 
     >>> from resstream.report import report
     >>> page = report("smollm2", out="my-report")  # doctest: +SKIP
@@ -140,17 +153,19 @@ def save(result: Result, target: Path) -> None:
 def _write(model: ResidualModel, question: Question, source: str, draft: Path, progress: bool) -> None:
     """Run every measure, and put the page and its files into the draft folder."""
     about = _about(model, question)
-    found = []
+    found: dict[str, Result] = {}
+    parts = []
     # The measures' own bars redraw themselves many times a second, which only a terminal can show.
     inner = progress and sys.stderr.isatty()
-    with tqdm(_sections(model, question, source), unit="measure", disable=not progress) as bar:
-        for section in bar:
+    with tqdm(total=len(MEASURES), unit="measure", disable=not progress) as bar:
+        for section in _sections(model, question, source, found):
             bar.set_description(section.name)
-            result = section.run(inner)
+            result = found[section.name] = section.run(inner)
             for suffix in (".png", ".csv", ".nc"):
                 save(result, draft / (section.name + suffix))
             picture = base64.b64encode((draft / f"{section.name}.png").read_bytes()).decode("ascii")
-            found.append({"section": section, "result": result, "picture": picture})
+            parts.append({"section": section, "result": result, "picture": picture})
+            bar.update()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
         autoescape=True,
@@ -161,7 +176,7 @@ def _write(model: ResidualModel, question: Question, source: str, draft: Path, p
     page = environment.get_template("report.html.j2").render(
         model=model,
         question=question,
-        found=found,
+        found=parts,
         versions=_versions(),
         load=f"import resstream as rs\n\nmodel = rs.load({source!r})",
         arguments=", ".join(f"{name}={value!r}" for name, value in vars(question).items()),
@@ -180,53 +195,111 @@ def _publish(draft: Path, folder: Path) -> None:
         os.replace(file, folder / file.name)
 
 
-def _sections(model: ResidualModel, question: Question, source: str) -> list[Section]:
+def _sections(model: ResidualModel, question: Question, source: str, found: Mapping[str, Result]) -> Iterator[Section]:
+    """The measures one after the other; what a later one asks may rest on what an earlier one has found by then."""
     clean, corrupted, answer, against = vars(question).values()
     metric = logit_diff(answer, against)
     spelled = f"rs.logit_diff({answer!r}, {against!r})"
     sites = ("embed", "resid_post")
     answers = ("--answer", answer, "--against", against)
-    return [
-        Section(
-            "logit_lens",
-            "What would each layer answer?",
-            "Each column is a token of the clean prompt, each row a layer, from the embedding at the bottom upwards. "
-            "A cell shows the next token that the model would give if it stopped there; its colour is the "
-            f"log-probability of {visible(answer)}, and bold means that this is the most likely token.",
-            lambda bar: logit_lens(model, clean, sites=sites, targets=answer, progress=bar),
-            f"rs.logit_lens(model, {clean!r}, sites={sites!r}, targets={answer!r})",
-            _shell("lens", source, clean, "--site", "embed", "--site", "resid_post", "--answer", answer),
-        ),
-        Section(
-            "patch_activations",
-            "Where is the answer decided?",
-            "The corrupted prompt is run, and at one layer and token its residual stream is replaced by that of the "
-            "clean run. 1 means that this one state brings the clean answer back, 0 that it changes nothing.",
-            lambda bar: patch_activations(model, clean, corrupted, metric, progress=bar),
-            f"rs.patch_activations(model, {clean!r}, {corrupted!r}, {spelled})",
-            _shell("patch", source, clean, corrupted, *answers),
-        ),
-        Section(
-            "ablate_layers",
-            "Which layers does the answer need?",
-            "Each bar is the change of the logit difference when one layer is skipped. Below zero, the layer was "
-            "working for the answer; above, against it.",
-            lambda bar: ablate_layers(model, clean, metric=metric, progress=bar),
-            f"rs.ablate_layers(model, {clean!r}, metric={spelled})",
-            _shell("ablate", source, clean, *answers),
-        ),
-        Section(
-            "path_lengths",
-            "How long are the paths that matter?",
-            "The gradient of the logit difference is a sum over every path through the writes. Top left: how many "
-            "paths there are of each length. Top right: what a single one carries, by sampling. Bottom left: their "
-            "product, with the range of lengths that holds 95% of it. Bottom right: what each length adds to the "
-            "gradient, exactly and with its sign; where κ is large the lengths cancel, and only their sum means much.",
-            lambda bar: path_lengths(model, clean, metric, progress=bar),
-            f"rs.path_lengths(model, {clean!r}, {spelled})",
-            _shell("paths", source, clean, *answers),
-        ),
-    ]
+    yield Section(
+        "logit_lens",
+        "What would each layer answer?",
+        "Each column is a token of the clean prompt, each row a layer, from the embedding at the bottom upwards. "
+        "A cell shows the next token that the model would give if it stopped there; its colour is the "
+        f"log-probability of {visible(answer)}, and bold means that this is the most likely token.",
+        lambda bar: logit_lens(model, clean, sites=sites, targets=answer, progress=bar),
+        f"rs.logit_lens(model, {clean!r}, sites={sites!r}, targets={answer!r})",
+        _shell("lens", source, clean, "--site", "embed", "--site", "resid_post", "--answer", answer),
+    )
+    yield Section(
+        "patch_activations",
+        "Where is the answer decided?",
+        "The corrupted prompt is run, and at one layer and token its residual stream is replaced by that of the "
+        "clean run. 1 means that this one state brings the clean answer back, 0 that it changes nothing.",
+        lambda bar: patch_activations(model, clean, corrupted, metric, progress=bar),
+        f"rs.patch_activations(model, {clean!r}, {corrupted!r}, {spelled})",
+        _shell("patch", source, clean, corrupted, *answers),
+    )
+    yield Section(
+        "ablate_layers",
+        "Which layers does the answer need?",
+        "Each bar is the change of the logit difference when one layer is skipped. Below zero, the layer was "
+        "working for the answer; above, against it.",
+        lambda bar: ablate_layers(model, clean, metric=metric, progress=bar),
+        f"rs.ablate_layers(model, {clean!r}, metric={spelled})",
+        _shell("ablate", source, clean, *answers),
+    )
+    layers = _most_needed(found["ablate_layers"])
+    yield Section(
+        "layer_ensemble",
+        "Do the layers add up?",
+        f"Every subset of the {len(layers)} layers that matter most by themselves, with the others left in place. Top: "
+        "what each adds to a set of the others, on average. Bottom left: the logit difference with so many of them; on "
+        "the dotted line, each would do its part alone. Bottom right: what sets of each size do beyond their parts.",
+        lambda bar: layer_ensemble(model, clean, metric, units=layers, exact=True, progress=bar),
+        f"rs.layer_ensemble(model, {clean!r}, {spelled}, units={layers!r}, exact=True)",
+        _shell("ensemble", source, clean, *answers, "--units", _comma(layers), "--exact"),
+    )
+    counts = sorted({count for count in (0, 1, 2, 4, 8, model.n_layers // 2) if count <= model.n_layers})
+    yield Section(
+        "lesion_curve",
+        "How many layers can go?",
+        "The loss on the clean prompt's own tokens as more layers are deleted at random, and, dashed, when a block of "
+        "as many is cut out of the middle instead.",
+        lambda bar: lesion_curve(model, clean, counts=counts, samples=8, progress=bar),
+        f"rs.lesion_curve(model, {clean!r}, counts={counts!r}, samples=8)",
+        _shell("lesion", source, clean, "--counts", _comma(counts), "--samples", "8"),
+    )
+    yield Section(
+        "path_lengths",
+        "How long are the paths that matter?",
+        "The gradient of the logit difference is a sum over every path through the writes. Top left: how many "
+        "paths there are of each length. Top right: what a single one carries, by sampling and by random signs. "
+        "Bottom left: number times mean, with the range of lengths that holds 95% of it. Bottom right: what each "
+        "length adds to the gradient, exactly and with its sign; where κ is large the lengths cancel, and only their "
+        "sum means much.",
+        lambda bar: path_lengths(model, clean, metric, samples=32, signs=4, progress=bar),
+        f"rs.path_lengths(model, {clean!r}, {spelled}, samples=32, signs=4)",
+        _shell("paths", source, clean, *answers, "--samples", "16", "--signs", "4"),
+    )
+    gauge = _gauge(model)
+    yield Section(
+        "logit_by_path_length",
+        "Along how long a path does the answer build up?",
+        f"{_FORWARD[gauge]} Each bar holds the paths of one length, and the line adds them up. Large bars of opposite "
+        "signs are paths that undo each other.",
+        lambda bar: logit_by_path_length(model, clean, answer, against, gauge=gauge, progress=bar),
+        f"rs.logit_by_path_length(model, {clean!r}, {answer!r}, {against!r}, gauge={gauge!r})",
+        _shell("logit-paths", source, clean, *answers, "--gauge", gauge),
+    )
+
+
+_FORWARD: dict[Gauge, str] = {
+    "frozen": "With norm scales, attention patterns and gates held fixed every branch is linear, and the logit "
+    "difference is a sum over paths from the embedding, and from whatever begins in a branch.",
+    "direct": "The branches of this model do not become linear when their activations are held fixed, so each counts "
+    "as a whole: length 0 is what the embedding adds to the logit difference, length 1 what all branches do.",
+}
+
+
+def _gauge(model: ResidualModel) -> Gauge:
+    """Frozen where the model's branches can be, else direct."""
+    try:
+        with model.frozen("mlp"):
+            return "frozen"
+    except UnsupportedModelError:
+        return "direct"
+
+
+def _most_needed(ablation: Result) -> list[int]:
+    """The layers whose removal moved the metric most, in their own order."""
+    effects = abs(ablation.data.effect.isel(prompt=0))
+    return sorted(int(name) for name in effects.unit[effects.argsort().values[::-1][:ENSEMBLE]].values)
+
+
+def _comma(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _about(model: ResidualModel, question: Question) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from resstream.check import Check
-from resstream.errors import ResultError
+from resstream.errors import ResultError, listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,9 +68,25 @@ class Result:
 
         return draw(self, ax, **options)
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row for each cell, one column for each variable, labels as columns; no rows beyond a prompt's end."""
-        frame = self.data.to_dataframe().reset_index()
+    def to_dataframe(self, of: str | None = None) -> pd.DataFrame:
+        """One row for each cell of a grid, one column for each variable on it, labels as columns.
+
+        Variables over other dimensions stay away: a table that crossed them all could be larger than memory.
+
+        Args:
+            of: the variable whose grid it is, such as "interaction"; by default the measure's main one.
+        Returns:
+            A table without rows beyond a prompt's end.
+        Raises:
+            ResultError: no such variable.
+        """
+        of = next(iter(map(str, self.data.data_vars))) if of is None else of
+        if of not in self.data.data_vars:
+            raise ResultError(f'{self.measure} has no variable "{of}": it has {listed(self.data.data_vars)}')
+        grid = set(self.data[of].dims)
+        names = [name for name, variable in self.data.data_vars.items() if set(variable.dims) <= grid]
+        data = self.data[names]
+        frame = data.to_dataframe(dim_order=self.data[of].dims).reset_index()
         if {"position", "length"} <= set(frame.columns):
             frame = frame[frame["position"] < frame["length"]].reset_index(drop=True)
         return frame

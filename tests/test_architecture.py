@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "measure.metrics": MEASURE,
     "measure.labels": TRUNK,
     "measure.removal": TRUNK | {"stream", "measure.labels"},
-    "measure.subsets": set(),
+    "measure.subsets": {"measure.intervals"},
     "measure.intervals": set(),
     "measure.path_counts": set(),
     "measure.path_statistics": TRUNK | {"stream", "measure.labels", "measure.intervals", "measure.path_counts"},

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
-from functools import partial
 
 import pandas as pd
 import pytest
+import xarray as xr
 from typer.testing import CliRunner
 
 import resstream as rs
 from resstream import cli
 from resstream import report as report_module
+from resstream.cli import options
+from resstream.cli.tables import tables_of
 
 EIFFEL = "The Eiffel Tower is in the city of"
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
-COMMANDS = ("report", "lens", "patch", "ablate", "paths", "models")
+COMMANDS = ("report", "lens", "patch", "ablate", "lesion", "ensemble", "paths", "logit-paths", "models")
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +65,23 @@ def test_each_help_shows_an_example_that_runs_from_a_shell(command):
     assert example.split()[1] in ((command,) if command else COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["lens", "patch", "ablate", "paths"])
-def test_the_examples_of_the_help_pages_are_right(command, run):
-    import shlex
+FASTER = {
+    "lens": ("--site", "final"),
+    "patch": ("--layers", "0,29"),
+    "ablate": ("--layers", "0"),
+    "lesion": ("--counts", "0,1", "--samples", "1"),
+    "ensemble": ("--units", "28-29"),
+    "paths": ("--start", "28", "--samples", "2", "--signs", "2"),
+    "logit-paths": ("--gauge", "direct"),
+}
 
+
+@pytest.mark.parametrize("command", FASTER)
+def test_the_examples_of_the_help_pages_are_right(command, run):
     text = said(CliRunner().invoke(cli.app, [command, "--help"]))
     arguments = shlex.split(text.partition("Example:\n")[2].replace("\\\n", " "))[1:]
-    faster = {"paths": ["--start", "28", "--samples", "2"], "patch": ["--layers", "0,29"], "ablate": ["--layers", "0"]}
-    assert f"{EIFFEL!r}" in text or command == "patch"
-    assert "check:" in said(run(*arguments, *faster.get(command, [])))
+    assert EIFFEL in text or command == "patch"
+    assert "check:" in said(run(*arguments, *FASTER[command]))
 
 
 def test_version():
@@ -125,25 +137,100 @@ def test_without_an_answer_the_loss_is_measured(run):
     assert "loss (nats)" in said(run("ablate", EIFFEL, "--layers", "-1"))
 
 
+def test_lesion(run, smollm2):
+    choice = {"how": "shuffle", "unit": "write", "samples": 2, "seed": 3}
+    asked = [part for name, value in choice.items() for part in (f"--{name}", value)]
+    text = said(run("lesion", EIFFEL, "Paris is in", *asked, "--counts", "0,1-2", "--out", "l.nc"))
+    expected = rs.lesion_curve(smollm2, [EIFFEL, "Paris is in"], counts=[0, 1, 2], **choice)
+    assert text.splitlines()[0] == repr(expected)
+    assert rs.open_result("l.nc").data.identical(expected.data)
+    here = expected.data.sel(lesion=2)
+    mean, low, high = (re.escape(f"{float(here[f'effect_{end}']):+.3f}") for end in ("mean", "low", "high"))
+    assert re.search(rf"^ 2 +{mean} +{low} to {high} ", text, re.MULTILINE)
+    assert text.count("Loss of the whole model") == 1
+    assert "random transpositions of writes; control: the displaced writes deleted" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice"),
+    [
+        (("--units", "27-29"), {"units": [27, 28, 29]}),
+        (("--units", "28,29", "--sampled", "--samples", "6", "--seed", "2"), {"units": [28, 29], "exact": False}),
+        (("--unit", "write", "--units", "29.mlp,29.attn", "--how", "mean"), {"units": ["29.attn", "29.mlp"]}),
+    ],
+)
+def test_ensemble(asked, choice, run, smollm2):
+    text = said(run("ensemble", EIFFEL, "Paris is in the", "--answer", " Paris", *asked))
+    options = {"unit": "write", "how": "mean"} if "--unit" in asked else {}
+    options |= {"samples": 6, "seed": 2} if "--sampled" in asked else {}
+    metric = rs.log_prob(" Paris")
+    expected = rs.layer_ensemble(smollm2, [EIFFEL, "Paris is in the"], metric, **choice, **options)
+    assert text.splitlines()[0] == repr(expected)
+    worth = expected.data.shapley.isel(prompt=1)
+    for name in map(str, worth.unit.values):
+        row = rf"^ {re.escape(name)} +{re.escape(f'{float(worth.sel(unit=name)):+.3f}')}"
+        assert re.search(row, text, re.MULTILINE)
+    assert ("interactions" in text) == expected.settings["exact"]
+    assert ("±" in text.partition("\n")[2]) != expected.settings["exact"]
+
+
 def test_paths(run, smollm2):
-    choice = {"unit": "layer", "start": 28, "samples": 2, "seed": 3}
-    options = [part for name, value in choice.items() for part in (f"--{name}", value)]
-    text = said(run("paths", EIFFEL, "--answer", " Paris", "--against", " Rome", *options))
-    assert text.splitlines()[0] == repr(rs.path_lengths(smollm2, EIFFEL, rs.logit_diff(" Paris", " Rome"), **choice))
-    assert re.search(r"^ 2 +1 ", text, re.MULTILINE)
+    choice = {"unit": "layer", "start": 28, "samples": 2, "signs": 3, "seed": 3}
+    asked = [part for name, value in choice.items() for part in (f"--{name}", value)]
+    text = said(run("paths", EIFFEL, "--answer", " Paris", "--against", " Rome", *asked, "--positions", "1:"))
+    metric = rs.logit_diff(" Paris", " Rome")
+    expected = rs.path_lengths(smollm2, EIFFEL, metric, **choice, positions=slice(1, None))
+    assert text.splitlines()[0] == repr(expected)
+    assert re.search(rf"^ 2 +1 .* {float(expected.data.rms[0, 2]):.3g} ", text, re.MULTILINE)
+    assert "attention hops" not in text
+
+
+def test_paths_by_branch(run, smollm2):
+    choice = {"start": 29, "samples": 0, "signs": 0, "by_branch": True}
+    text = said(run("paths", EIFFEL, "--start", "29", "--samples", "0", "--signs", "0", "--by-branch", "--out", "p.nc"))
+    expected = rs.path_lengths(smollm2, EIFFEL, **choice)
+    assert text.splitlines()[0] == repr(expected)
+    assert rs.open_result("p.nc").data.identical(expected.data)
+    assert re.search(rf"^ 1 +0 +{float(expected.data.branch_norm[0, 1, 0]):.3g} ", text, re.MULTILINE)
+    assert "rms" not in text
+    assert "path_norm" not in text
+
+
+def test_logit_paths(run, smollm2):
+    asked = ("--answer", " Paris", "--against", " Rome", "--gauge", "direct")
+    text = said(run("logit-paths", EIFFEL, *asked, "--out", "l.png", "--out", "l.csv"))
+    expected = rs.logit_by_path_length(smollm2, EIFFEL, " Paris", " Rome", gauge="direct")
+    assert text.splitlines()[0] == repr(expected)
+    parts = expected.data.term_from.isel(prompt=0).sel(path_length=1)
+    attn = float(sum(part for part in parts if str(part.source.values).endswith(".attn")))
+    logit = float(expected.data.logit[0])
+    row = rf"^ 1 +\S+ +[+]0\.000 +{re.escape(f'{attn:+.3f}')} +\S+ +{re.escape(f'{logit:+.3f}')}"
+    assert re.search(row, text, re.MULTILINE)
+    assert pd.read_csv("l.csv")["term"].tolist() == pytest.approx(expected.data.term.values[0])
+
+
+def test_no_number_of_a_table_is_lost_in_its_title():
+    data = {"effect": (("prompt", "unit"), [[1.0, -2.0]]), "metric": (("prompt", "unit"), [[0.0, 0.0]])}
+    data |= {"base": ("prompt", [3.0])}
+    dataset = xr.Dataset(data, coords={"unit": ["0", "1"]})
+    settings = {"metric": "m", "units": "nats"}
+    result = rs.Result("ablate_layers", "toy", dataset, rs.Check("one = other", 0.0, 1e-5), "found", settings)
+    (table,) = tables_of(result)
+    assert table.title == "Prompt 0: the largest effects; whole model 3.000"
+    assert [row[:2] for row in table.rows] == [("1", "-2.000"), ("0", "+1.000")]
 
 
 def test_report_says_each_headline_and_where_the_page_is(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(report_module, "patch_activations", partial(rs.patch_activations, layers=[0]))
-    monkeypatch.setattr(report_module, "ablate_layers", partial(rs.ablate_layers, layers=[0]))
-    monkeypatch.setattr(report_module, "path_lengths", partial(rs.path_lengths, unit="layer", start=28, samples=2))
-    result = run("report", "--clean", "John saw", "--corrupted", "Mary saw", "--out", "found")
+    sections = report_module._sections
+    monkeypatch.setattr(report_module, "_sections", lambda *asked: itertools.islice(sections(*asked), 1))
+    monkeypatch.setattr(report_module, "MEASURES", ("logit_lens",))
+    result = run("report", "--clean", "John saw", "--corrupted", "Mary saw", "--answer", " Paris", "--out", "found")
     assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines[:4]] == list(report_module.MEASURES)
-    assert all("check:" in line for line in lines[:4])
-    assert lines[4:] == [f"The report is at {tmp_path / 'found' / 'index.html'}"]
-    assert "4/4" in result.stderr
+    headline, place = result.stdout.splitlines()
+    assert headline == repr(rs.open_result("found/logit_lens.nc"))
+    assert "' Paris' at the last token" in headline
+    assert place == f"The report is at {tmp_path / 'found' / 'index.html'}"
+    assert "1/1" in result.stderr
 
 
 def test_models_lists_what_is_bundled():
@@ -175,6 +262,12 @@ def test_threads(run):
         (("ablate", EIFFEL, "--layers", "0,99"), "SiteError: no layer 99"),
         (("patch", EIFFEL, "Paris", "--answer", " Paris"), "PromptError: pair 0 does not align"),
         (("paths", EIFFEL, "--start", "30"), "SiteError: start=30"),
+        (("paths", EIFFEL, "--positions", "9"), "PromptError: no position 9: prompt 0 has 9 tokens"),
+        (("paths", EIFFEL, "--unit", "layer", "--by-branch"), 'SiteError: unit="layer" with by_branch=True'),
+        (("lesion", EIFFEL, "--how", "delete", "--counts", "31"), 'SiteError: how="delete"'),
+        (("ensemble", EIFFEL, "--exact"), "SiteError: exact=True: 30 layers have 2^30 subsets"),
+        (("ensemble", EIFFEL, "--unit", "write", "--units", "0.attn,30.mlp"), 'SiteError: no site "30.mlp"'),
+        (("logit-paths", EIFFEL, "--answer", " Eiffel"), "MetricError: the answer ' Eiffel' is 2 tokens"),
         (("report", "--clean", "Mary", "--out", "found"), "PromptError: pair 0 does not align"),
     ],
 )
@@ -195,6 +288,12 @@ def test_an_error_is_one_message_without_a_traceback(arguments, message, run):
         (("ablate", EIFFEL, "--layers", "0;1"), "0,5,8-11 or 3+5"),
         (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--layers", "0+1"), "0,5,8-11"),
         (("patch", CLEAN, CORRUPTED), "--answer"),
+        (("logit-paths", EIFFEL), "--answer"),
+        (("lesion", EIFFEL, "--counts", "few"), "numbers as in 0,1,4-8"),
+        (("ensemble", EIFFEL, "--units", "5.attn"), "0,5,8-11"),
+        (("paths", EIFFEL, "--positions", "1:;"), "-1, several as in 0,3, or a range as in 1:"),
+        (("paths", EIFFEL, "--positions", "::0"), "a range as in 1:"),
+        (("paths", EIFFEL, "--signs", "-1"), "--signs"),
         (("lens",), "prompts"),
     ],
 )
@@ -230,7 +329,37 @@ def test_a_place_that_cannot_be_written_is_one_message(run, tmp_path):
     ],
 )
 def test_layers_are_read_as_they_are_typed(text, layers):
-    assert cli._layers(text, sets=True) == layers
+    assert options.layers_of(text, sets=True) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "positions"),
+    [
+        (None, None),
+        ("-1", -1),
+        (" 3", 3),
+        ("0, 3,-1", [0, 3, -1]),
+        ("1:", slice(1, None)),
+        (":-1", slice(None, -1)),
+        ("1:9:2", slice(1, 9, 2)),
+        (":", slice(None)),
+    ],
+)
+def test_positions_are_read_as_in_python(text, positions):
+    assert options.positions_of(text) == positions
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "units"),
+    [
+        ("each", "layer", None),
+        ("each", "write", None),
+        ("0,5-6", "layer", [0, 5, 6]),
+        ("5.attn, 6.mlp", "write", ["5.attn", "6.mlp"]),
+    ],
+)
+def test_units_are_read_by_their_kind(text, unit, units):
+    assert options.units_of(text, unit) == units
 
 
 def test_a_warning_is_one_line(run):

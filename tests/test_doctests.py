@@ -7,6 +7,7 @@ import doctest
 import importlib
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "resstream"
@@ -53,6 +54,13 @@ def failures(module: str, name: str, text: str) -> list[str]:
     said: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
     return said
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_closed():
+    """An example may leave its figure open, as in a notebook."""
+    yield
+    plt.close("all")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

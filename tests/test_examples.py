@@ -42,6 +42,7 @@ def test_script_runs_and_saves_its_picture(name, tmp_path):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs_from_top_to_bottom(name, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MPLBACKEND")  # a notebook shows its pictures, which these tests otherwise do without
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import xarray as xr
-from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.collections import FillBetweenPolyCollection, LineCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
@@ -20,6 +20,7 @@ from resstream.check import Check
 from resstream.errors import ResultError
 from resstream.plots import canvas, draw, save_picture
 from resstream.plots.canvas import spell, visible
+from resstream.plots.paths import spell_number
 from resstream.result import Result
 
 TOKENS = ("When", " Mary", " and", " John", " gave", " to", " John")
@@ -101,45 +102,82 @@ def ablation(tokens=TOKENS, prompts=1, unit="layer", how="skip"):
     return Result("ablate_layers", "toy", data, CHECK, "found", {"unit": unit, "how": how, **UNITS})
 
 
-def paths(tokens=TOKENS, prompts=1, kappa=3.0, sampled=True):
-    """The spectrum of eight writes, of which one length's interval reaches below 0."""
+def paths(tokens=TOKENS, prompts=1, kappa=3.0, sampled=True, signed=True, branches=False):
+    """The spectrum of eight writes, four layers, in which prompt p's values are 1 + p times the first one's."""
     lengths = np.arange(9)
     count = np.array([comb(8, int(length)) for length in lengths], dtype=float)
-    norm = np.array([0.5**length for length in lengths]) if sampled else np.full(9, np.nan)
-    veit = count * norm / (count * norm).sum()
+    single = np.array([0.5**length for length in lengths])
+    veit = count * single / (count * single).sum()
     share = veit * (-1.0) ** lengths if sampled else np.linspace(-1, 2, 9) / 4.5
-    both = ("prompt", "path_length")
 
-    def each(values):
-        return both, np.array([values] * prompts)
+    def each(values, known=True):
+        return ("prompt", "path_length"), np.array(
+            [(1 + p) * values if known else values * np.nan for p in range(prompts)]
+        )
 
-    low = norm * np.where(lengths == 4, -1.0, 0.5)
-    alone = {"kappa": kappa, "gradient_norm": 2.0, "completeness": 1e-14}
-    ranged = {"effective_low": 1.0, "effective_high": 4.0, "effective_share": 0.6}
+    def alone(value, known=True):
+        return "prompt", np.array([(1 + p) * value if known else np.nan for p in range(prompts)])
+
+    rms = 2 * single * np.sqrt(count)
+    variables = {
+        "count": ("path_length", count),
+        "norm": each(count),
+        "share": each(share),
+        **{f"path_norm{end}": each(single * by, sampled) for end, by in (("", 1), ("_low", 0.5), ("_high", 2))},
+        **{f"rms{end}": each(rms * by, signed) for end, by in (("", 1), ("_low", 0.5), ("_high", 2))},
+        "veit": each(veit, sampled),
+        "kappa": alone(kappa),
+        "gradient_norm": alone(2.0),
+        "completeness": alone(1e-14),
+        "effective_low": alone(1.0, sampled),
+        "effective_high": alone(4.0, sampled),
+        "effective_share": alone(162 / 256, sampled),
+        "kappa_from": (("prompt", "layer"), np.array([kappa ** np.arange(4, 0, -1.0)] * prompts)),
+    }
+    if branches:
+        norm = np.outer([4.0, 2.0, 1.0, 1e-9, 0.0], [1.0, 3.0, 1.0, 1.0, 0.0])
+        variables["branch_norm"] = (("prompt", "attn_hops", "mlp_hops"), np.array([norm] * prompts))
     data = xr.Dataset(
-        {
-            "count": ("path_length", count),
-            "norm": each(count),
-            "share": each(share),
-            "path_norm": each(norm),
-            "path_norm_low": each(low),
-            "path_norm_high": each(norm * 2),
-            "veit": each(veit),
-        }
-        | {name: ("prompt", np.full(prompts, value)) for name, value in alone.items()}
-        | {name: ("prompt", np.full(prompts, value if sampled else np.nan)) for name, value in ranged.items()},
-        coords={"prompt": range(prompts), "path_length": lengths, "text": ("prompt", ["".join(tokens)] * prompts)},
+        variables,
+        coords={"layer": range(4), "path_length": lengths, "text": ("prompt", ["".join(tokens)] * prompts)},
     )
+    if prompts > 1:
+        for name in ("norm", "share", "veit"):
+            mean = data[name].mean("prompt")
+            data = data.assign({f"{name}_mean": mean, f"{name}_low": mean - 0.1, f"{name}_high": mean + 0.2})
     settings = {"unit": "write", "start": 0, "samples": 64 * sampled, "coverage": 0.95, "n_paths": "2^8", **UNITS}
     return Result("path_lengths", "toy", data, CHECK, "found", settings)
 
 
-MEASURES = {"logit_lens": lens, "patch_activations": patching, "ablate_layers": ablation, "path_lengths": paths}
+def logit_paths(tokens=TOKENS, prompts=1):
+    """A logit of -2 from terms of either sign, in which lengths above 5 add next to nothing."""
+    terms = np.array([0.5, -3.0, 4.0, -2.0, -1.0, 0.0, 1e-9, 0.0, 0.0, 0.0, 0.0, 0.0])
+    data = xr.Dataset(
+        {
+            "term": (("prompt", "path_length"), np.array([terms] * prompts)),
+            "constant": ("prompt", np.full(prompts, -0.5)),
+            "logit": ("prompt", np.full(prompts, -2.0)),
+            "kappa": ("prompt", np.full(prompts, 5.25)),
+        },
+        coords={"path_length": range(12), "text": ("prompt", ["".join(tokens)] * prompts)},
+    )
+    settings = {"gauge": "frozen", "meaning": "norm scales held fixed", **UNITS}
+    return Result("logit_by_path_length", "toy", data, CHECK, "found", settings)
+
+
+MEASURES = {
+    "logit_lens": lens,
+    "patch_activations": patching,
+    "ablate_layers": ablation,
+    "path_lengths": paths,
+    "logit_by_path_length": logit_paths,
+}
 OPTIONS = {
     "logit_lens": ("prompt", "variable", "show"),
     "patch_activations": ("prompt", "site", "show"),
     "ablate_layers": ("prompt",),
     "path_lengths": ("prompt", "panel"),
+    "logit_by_path_length": ("prompt",),
 }
 every_measure = pytest.mark.parametrize("measure", MEASURES)
 
@@ -259,7 +297,7 @@ def test_a_prompt_that_is_not_there_is_refused(measure, prompt):
 @every_measure
 def test_a_result_of_another_shape_is_refused(measure):
     result = MEASURES[measure]()
-    poorer = replace(result, data=result.data.drop_vars({"log_prob", "effect", "share"} & set(result.data)))
+    poorer = replace(result, data=result.data.drop_vars({"log_prob", "effect", "share", "term"} & set(result.data)))
     with pytest.raises(ResultError, match="needs the variable"):
         draw(poorer)
 
@@ -276,7 +314,8 @@ def test_a_measure_without_a_picture_is_refused():
         (lens(), {"show": "all"}, "show='all'.*'top', 'value', 'none'"),
         (patching(), {"site": "mlp"}, "site='mlp'.*'resid_pre', 'attn'"),
         (patching(), {"show": "top"}, "show='top'.*'value', 'none'"),
-        (paths(), {"panel": "pie"}, "panel='pie'.*'count', 'path_norm', 'histogram', 'share'"),
+        (paths(), {"panel": "pie"}, "panel='pie'.*'count', 'path_norm', 'histogram', 'share', 'starts'"),
+        (paths(), {"panel": "branches"}, r"panel=\"branches\" needs .* by_branch=True"),
     ],
 )
 def test_an_unknown_choice_names_those_that_exist(result, options, message):
@@ -534,30 +573,102 @@ def test_a_figure_of_path_lengths_has_four_panels_over_one_axis():
     plt.close(found.figure)
 
 
+def bars(ax):
+    return [bar.get_height() for bar in ax.patches if bar.get_width() == pytest.approx(0.8)]
+
+
+def bands(ax):
+    return [each for each in ax.collections if isinstance(each, FillBetweenPolyCollection)]
+
+
 @pytest.mark.parametrize(
     ("panel", "variable"), [(None, "veit"), ("histogram", "veit"), ("count", "count"), ("share", "share")]
 )
-def test_bars_are_what_the_panel_is_about(panel, variable, ax):
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_bars_are_what_the_panel_is_about(panel, variable, prompt, ax):
     result = paths(prompts=2)
+    draw(result, ax, panel=panel, prompt=prompt)
+    values = result.data[variable]
+    assert bars(ax) == pytest.approx((values if variable == "count" else values[prompt]).values)
+    assert f"prompt {prompt}" in ax.get_title(loc="left")
+
+
+@pytest.mark.parametrize(("panel", "variable"), [("histogram", "veit"), ("share", "share")])
+def test_several_prompts_are_a_mean_with_its_interval(panel, variable, ax):
+    result = paths(prompts=3)
     draw(result, ax, panel=panel)
-    bars = [bar for bar in ax.patches if bar.get_width() == pytest.approx(0.8)]
-    assert [bar.get_height() for bar in bars] == pytest.approx(np.atleast_2d(result.data[variable].values)[0])
+    mean = result.data[f"{variable}_mean"].values
+    assert bars(ax) == pytest.approx(mean)
+    (lines,) = [each for each in ax.collections if isinstance(each, LineCollection)]
+    ends = np.array([segment[:, 1] for segment in lines.get_segments()])
+    assert ends == pytest.approx(np.stack([mean - 0.1, mean + 0.2], axis=1))
+    assert "mean of 3 prompts" in ax.get_title(loc="left")
+
+
+def test_the_range_of_several_prompts_holds_enough_in_each(ax):
+    draw(paths(prompts=2), ax)
+    # Their own ranges are 1-4 and 2-8.
+    held = sum(comb(8, length) for length in range(1, 9)) / 2**8
+    assert f"lengths 1–8: 95% of the norm or more, in each prompt,\n{100 * held:.2g}% of all paths" in words(ax)
+
+
+def test_the_kappas_of_several_prompts_are_a_range(ax):
+    draw(paths(prompts=2, kappa=80.0), ax, panel="share")
+    assert "κ = 80 to 160: lengths cancel" in words(ax)
 
 
 def test_the_effective_range_is_shaded_and_its_share_of_paths_is_said(ax):
     draw(paths(), ax)
     (shade,) = [patch for patch in ax.patches if patch.get_width() > 1]
     assert (shade.get_x(), shade.get_x() + shade.get_width()) == (0.5, 4.5)
-    assert "lengths 1–4: 95% of the norm,\n60% of all paths" in words(ax)
+    assert "lengths 1–4: 95% of the norm,\n63% of all paths" in words(ax)
 
 
-def test_single_paths_come_with_their_interval(ax):
+def test_an_interval_much_longer_than_the_bars_leaves_the_picture(ax):
+    result = paths()
+    result.data["path_norm_high"][0, 4] *= 100
+    draw(result, ax)
+    assert ax.get_ylim()[1] < 5 * result.data.veit.max()
+
+
+def test_single_paths_come_with_two_statistics_and_their_intervals(ax):
     result = paths()
     draw(result, ax, panel="path_norm")
-    assert np.array_equal(ax.lines[0].get_ydata(), result.data.path_norm.values[0])
-    assert any(isinstance(each, FillBetweenPolyCollection) for each in ax.collections)
+    mean, rms = ax.lines
+    assert np.array_equal(mean.get_ydata(), result.data.path_norm.values[0])
+    assert rms.get_ydata() == pytest.approx((result.data.rms / np.sqrt(result.data["count"])).values[0])
+    assert (mean.get_linestyle(), rms.get_linestyle()) == ("-", "--")
+    assert [text.get_text()[:4] for text in ax.get_legend().get_texts()] == ["mean", "root"]
+    assert len(bands(ax)) == 2
+    assert "bands: 95% intervals" in words(ax)
     assert "(logits per unit of stream)" in ax.get_ylabel()
-    assert ax.get_ylim()[0] > 0
+    assert ax.get_yscale() == "log"
+
+
+@pytest.mark.parametrize(("sampled", "signed", "label"), [(True, False, "mean"), (False, True, "root mean square")])
+def test_either_statistic_of_single_paths_can_be_missing(sampled, signed, label, ax):
+    draw(paths(sampled=sampled, signed=signed), ax, panel="path_norm")
+    assert len(ax.lines) == len(bands(ax)) == 1
+    assert ax.get_legend().get_texts()[0].get_text().startswith(label)
+
+
+def test_an_interval_without_an_end_is_not_drawn(ax):
+    result = paths(signed=False)
+    result.data["path_norm_low"][:], result.data["path_norm_high"][:] = 0.0, np.inf
+    draw(result, ax, panel="path_norm")
+    assert not bands(ax)
+    assert "95%" not in words(ax)
+    assert ax.get_ylim()[1] < 10
+    render(draw(result, Figure().add_subplot()))
+
+
+def test_single_paths_of_several_prompts_have_a_thin_line_each(ax):
+    result = paths(prompts=3)
+    draw(result, ax, panel="path_norm")
+    assert len(ax.lines) == 2 * (1 + 3)
+    assert ax.lines[0].get_ydata() == pytest.approx(result.data.path_norm.mean("prompt").values)
+    assert not bands(ax)
+    assert "thin lines: each prompt" in words(ax)
 
 
 @pytest.mark.parametrize(("kappa", "percent"), [(3.0, True), (1.9e4, False)])
@@ -572,14 +683,77 @@ def test_no_bare_percentages_where_lengths_cancel(kappa, percent, ax):
 
 @pytest.mark.parametrize("panel", [None, "path_norm"])
 def test_without_samples_the_panel_says_so(panel, ax):
-    draw(paths(sampled=False), ax, panel=panel)
+    draw(paths(sampled=False, signed=False), ax, panel=panel)
     assert "samples=0" in words(ax)
-    found = draw(paths(sampled=False))
+    found = draw(paths(sampled=False, signed=False))
     render(found)
     plt.close(found.figure)
 
 
-def test_one_panel_can_have_a_figure_of_its_own():
-    found = draw(paths(), panel="share")
-    assert found.figure.axes == [found]
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_cancellation_is_drawn_over_the_start_layer(prompts, ax):
+    result = paths(prompts=prompts, kappa=20.0)
+    draw(result, ax, panel="starts")
+    drawn = [line.get_ydata() for line in ax.lines if len(line.get_ydata()) == 4]
+    assert len(drawn) == (1 if prompts == 1 else 1 + prompts)
+    assert drawn[-1] == pytest.approx(result.data.kappa_from.values[0])
+    assert ax.get_yscale() == "log"
+    assert ax.get_xlabel().startswith("start layer")
+    assert ("each prompt" in words(ax)) == (prompts > 1)
+
+
+def test_branches_are_a_map_of_both_kinds_of_hops(ax):
+    result = paths(branches=True)
+    draw(result, ax, panel="branches")
+    # The rows and columns that hold nothing are left out.
+    assert shows(ax.images[0], result.data.branch_norm.values[0, :3, :4] / 2)
+    assert isinstance(ax.images[0].norm, LogNorm)
+    assert (ax.get_ylabel(), ax.get_xlabel().splitlines()[0]) == ("attention hops", "MLP hops")
+    assert "κ = 21 times the gradient's" in ax.get_xlabel()
+
+
+@pytest.mark.parametrize("panel", ["share", "starts", "branches"])
+def test_one_panel_can_have_a_figure_of_its_own(panel):
+    found = draw(paths(branches=True), panel=panel)
+    assert found.figure.axes[0] is found
+    render(found)
     plt.close(found.figure)
+
+
+@pytest.mark.parametrize(
+    ("value", "spelled"),
+    [(0.0, "0"), (2.71, "2.7"), (266.4, "266"), (4820.0, "4.8 × 10³"), (19034.0, "1.9 × 10⁴"), (2e-5, "2.0 × 10⁻⁵")],
+)
+def test_numbers_are_spelled_in_two_digits(value, spelled):
+    assert spell_number(value) == spelled
+
+
+# Logits by path length
+
+
+def test_terms_are_bars_and_their_sum_ends_at_the_logit(ax):
+    result = logit_paths()
+    draw(result, ax)
+    terms = result.data.term.values[0]
+    assert bars(ax) == pytest.approx(terms)
+    colours = [bar.get_facecolor() for bar in ax.patches]
+    assert colours[1] != colours[2] == colours[0]
+    total, logit = ax.lines[:2]
+    assert total.get_ydata() == pytest.approx(-0.5 + terms.cumsum())
+    assert total.get_ydata()[-1] == pytest.approx(logit.get_ydata()[0])
+    assert ax.get_xlim()[1] < 7
+
+
+def test_a_logit_by_length_says_gauge_cancellation_and_what_is_what(ax):
+    draw(logit_paths(), ax)
+    name, gauge, kappa = ax.get_title(loc="left").splitlines()
+    assert name == "logit difference ' $Mary' − ' \\u6771' in toy, by length of path"
+    assert gauge == "gauge frozen: norm scales held fixed"
+    assert kappa.startswith("κ = 5.2:")
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["for the answer", "against it", "sum up to this length", "the model's own: −2.00"]
+    assert ax.get_ylabel().endswith("(logits)")
+
+
+def test_a_logit_of_several_prompts_says_which_one(ax):
+    assert draw(logit_paths(prompts=2), ax, prompt=1).get_title(loc="left").splitlines()[0].endswith(", prompt 1")

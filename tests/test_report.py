@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
-from functools import partial
+from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
+import xarray as xr
 
 from resstream import report as report_module
-from resstream.errors import MetricError, PromptError, ResultError
+from resstream.check import Check
+from resstream.errors import MetricError, PromptError, ResultError, UnsupportedModelError
 from resstream.report import MEASURES, report, save
-from resstream.result import open_result
+from resstream.result import Result, open_result
 
 CLEAN = "Mary & <script>x()</script> John: John saw"
 CORRUPTED = "Mary & <script>x()</script> John: Mary saw"
@@ -38,19 +41,42 @@ class Page(HTMLParser):
 
 
 def quick(patch):
-    """The same measures on a few layers, which is all that a page needs."""
-    patch.setattr(report_module, "patch_activations", partial(report_module.patch_activations, layers=[0, 29]))
-    patch.setattr(report_module, "ablate_layers", partial(report_module.ablate_layers, layers=[0, 29]))
-    faster = partial(report_module.path_lengths, unit="layer", start=28, samples=2)
-    patch.setattr(report_module, "path_lengths", faster)
+    """The same measures on little, which is all that a page needs."""
+
+    def faster(name, **options):
+        measure = getattr(report_module, name)
+        patch.setattr(report_module, name, lambda *args, **asked: measure(*args, **{**asked, **options}))
+
+    faster("patch_activations", layers=[0, 29])
+    faster("ablate_layers", layers=[0, 29])
+    faster("lesion_curve", counts=[0, 1], samples=2)
+    faster("path_lengths", unit="layer", start=28, samples=2, signs=2)
+    faster("logit_by_path_length", gauge="direct")
 
 
 @pytest.fixture(scope="module")
-def page(smollm2, tmp_path_factory):
-    """A report on prompts that hold markup."""
-    with pytest.MonkeyPatch.context() as patch:
+def folder(tmp_path_factory):
+    """Where the report goes: a folder that holds an older one, and something else."""
+    folder = tmp_path_factory.mktemp("reports") / "report"
+    folder.mkdir()
+    for name in ("index.html", "logit_lens.nc", "notes.txt"):
+        (folder / name).write_text(f"older {name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(smollm2, folder):
+    """The one report that is made here, on prompts that hold markup, and what it said meanwhile."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         quick(patch)
-        return report(smollm2, CLEAN, CORRUPTED, " Mary", " John", tmp_path_factory.mktemp("report"), progress=False)
+        page = report(smollm2, CLEAN, CORRUPTED, " Mary", " John", folder, progress=True)
+    return page, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return written[0]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +135,6 @@ def test_each_measure_leaves_a_picture_a_table_and_everything(measure, page):
 
 def test_the_pictures_on_the_page_are_the_files(page, parsed):
     images = parsed.all("img")
-    assert len(images) == 4
     for measure, image in zip(MEASURES, images, strict=True):
         data = base64.b64decode(image["src"].partition(",")[2])
         assert data == page.with_name(f"{measure}.png").read_bytes()
@@ -125,7 +150,7 @@ def test_the_page_can_be_read_without_seeing(parsed):
 
 def test_the_page_shows_both_prompts_token_by_token(smollm2, parsed):
     tokens = smollm2.tokenize([CLEAN, CORRUPTED]).strings
-    assert len(parsed.all("li")) == 4 + sum(map(len, tokens))
+    assert len(parsed.all("li")) == len(MEASURES) + sum(map(len, tokens))
     assert len([item for item in parsed.all("li") if item.get("class") == "differs"]) == 2
 
 
@@ -143,20 +168,36 @@ def test_the_page_says_how_to_make_it_again(smollm2, parsed):
 
     assert torch.__version__ in parsed.text
     assert f"Residual stream report: {smollm2.name}" in parsed.text
-    for command in ("report", "lens", "patch", "ablate", "paths"):
+    for command in ("report", "lens", "patch", "ablate", "ensemble", "lesion", "paths", "logit-paths"):
         assert f"resstream {command} " in parsed.text
     assert f"rs.logit_lens(model, {CLEAN!r}, sites=('embed', 'resid_post'), targets=' Mary')" in parsed.text
     assert f"report(model, clean={CLEAN!r}" in parsed.text
 
 
-def test_nothing_but_the_report_is_left_behind(page):
+def test_what_it_says_how_to_make_again_is_what_it_made(page, parsed):
+    """The layers of the ensemble are those that the ablation found to matter."""
+    units = open_result(page.with_name("layer_ensemble.nc")).data.unit.values.tolist()
+    assert units == ["0", "29"]
+    assert "units=[0, 29], exact=True)" in parsed.text
+    assert "--units 0,29 --exact" in parsed.text
+
+
+def test_an_older_report_is_replaced_and_nothing_else_is_left_behind(page, folder):
     expected = {"index.html", *(f"{measure}.{suffix}" for measure in MEASURES for suffix in ("png", "csv", "nc"))}
-    assert set(contents(page.parent)) == expected
-    assert not [entry for entry in page.parent.parent.iterdir() if entry.name.startswith(f".{page.parent.name}")]
+    assert set(contents(folder)) == expected | {"notes.txt"}
+    assert (folder / "notes.txt").read_text() == "older notes.txt"
+    assert "Residual stream report" in page.read_text(encoding="utf-8")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_progress_goes_to_stderr(written):
+    _, out, err = written
+    assert out == ""
+    assert f"{len(MEASURES)}/{len(MEASURES)}" in err
+    assert "logit_by_path_length" in err
 
 
 def test_an_error_midway_keeps_the_older_report(smollm2, tmp_path, monkeypatch):
-    quick(monkeypatch)
     folder = tmp_path / "report"
     folder.mkdir()
     for name in ("index.html", "logit_lens.nc", "notes.txt"):
@@ -166,23 +207,11 @@ def test_an_error_midway_keeps_the_older_report(smollm2, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise MetricError("no more")
 
-    monkeypatch.setattr(report_module, "ablate_layers", fails)
+    monkeypatch.setattr(report_module, "patch_activations", fails)
     with pytest.raises(MetricError, match="no more"):
-        report(smollm2, out=folder, progress=False)
+        report(smollm2, "John saw", "Mary saw", out=folder, progress=False)
     assert contents(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_an_older_report_is_replaced_and_other_files_stay(smollm2, tmp_path, monkeypatch, capsys):
-    quick(monkeypatch)
-    for name in ("index.html", "notes.txt"):
-        (tmp_path / name).write_text(f"older {name}")
-    report(smollm2, "John saw", "Mary saw", out=tmp_path, progress=True)
-    assert (tmp_path / "notes.txt").read_text() == "older notes.txt"
-    assert "Residual stream report" in (tmp_path / "index.html").read_text(encoding="utf-8")
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "4/4" in shown.err
 
 
 def test_a_file_in_the_way_is_said_before_anything_runs(smollm2, tmp_path):
@@ -209,3 +238,32 @@ def test_a_suffix_says_what_is_saved(name, start, page, tmp_path):
 def test_another_suffix_is_refused(page, tmp_path):
     with pytest.raises(ResultError, match=r"a\.xlsx.*\.png, \.pdf, \.svg, \.csv, \.nc"):
         save(open_result(page.with_name("ablate_layers.nc")), tmp_path / "a.xlsx")
+
+
+# What the sections ask
+
+
+def ablated(effects):
+    data = xr.Dataset({"effect": (("prompt", "unit"), [effects])}, coords={"unit": [*map(str, range(len(effects)))]})
+    return Result("ablate_layers", "toy", data, Check("one side = the other", 0.0, 1e-5), "found")
+
+
+def test_the_ensemble_is_of_the_layers_that_matter_most():
+    effects = [0.0, -9.0, 0.1, 3.0, *[0.5] * 8, -0.2]
+    assert report_module._most_needed(ablated(effects)) == [1, 3, *range(4, 12)]
+    assert report_module._most_needed(ablated([1.0, 2.0])) == [0, 1]
+
+
+def test_a_model_without_a_frozen_form_gets_the_direct_gauge(smollm2, monkeypatch):
+    assert report_module._gauge(smollm2) == "frozen"
+
+    def refuses(*_):
+        raise UnsupportedModelError("no frozen form")
+
+    monkeypatch.setattr(type(smollm2), "frozen", refuses)
+    found = {"ablate_layers": ablated([1.0] * 30)}
+    question = report_module.Question(CLEAN, CORRUPTED, " Mary", " John")
+    *_, last = report_module._sections(smollm2, question, "smollm2", found)
+    assert "gauge='direct'" in last.python
+    assert "--gauge direct" in last.command
+    assert "do not become linear" in last.reading

@@ -210,4 +210,9 @@ def test_real_results_survive_the_file(smollm2, tmp_path):
     again = rs.open_result(result.save(tmp_path / "lens.nc"))
     assert again.data.identical(result.data)
     assert repr(again) == repr(result)
-    assert len(again.to_dataframe()) == int(result.data.length.sum()) * 2 * 2
+    cells = int(result.data.length.sum()) * 2
+    assert len(again.to_dataframe()) == cells
+    assert "top_string" not in again.to_dataframe()
+    assert len(again.to_dataframe("top_string")) == cells * 2
+    with pytest.raises(ResultError, match=r'logit_lens has no variable "topstring": it has .log_prob.'):
+        again.to_dataframe("topstring")

@@ -40,14 +40,14 @@ def print_table(table: Table) -> None:
     from rich.table import Table as Grid
     from rich.text import Text
 
-    grid = Grid(title=Text(table.title), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    grid = Grid(box=SIMPLE_HEAD, show_edge=False)
     for column in table.columns:
         grid.add_column(Text(column), overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     # A file or a pipe has no width to fit into.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
-    console.print(grid, "")
+    console.print(Text(table.title, style="italic"), grid, "", sep="\n")
 
 
 def _lens(result: Result, prompt: int) -> Iterator[Table]:
@@ -87,7 +87,7 @@ def _ablation(result: Result, prompt: int) -> Iterator[Table]:
     data = result.data.isel(prompt=prompt)
     rows = [
         (str(data.unit.values[n]), f"{float(data.effect[n]):+.3f}", f"{float(data.metric[n]):.3f}")
-        for n in _largest(data.effect.values)
+        for n in _largest(data.effect.values.tolist())
     ]
     base = f"Prompt {prompt}: the largest effects; whole model {float(data.base):.3f}"
     yield Table(base, ("removed", "effect", _metric_column(result)), rows)
@@ -113,7 +113,7 @@ def _ensemble(result: Result, prompt: int) -> Iterator[Table]:
     data, unit = result.data.isel(prompt=prompt), str(result.settings["unit"])
     names, half = [str(name) for name in data.unit.values], data.shapley_high - data.shapley
     rows = []
-    for n in _largest(data.shapley.values):
+    for n in _largest(data.shapley.values.tolist()):
         interval = () if result.settings["exact"] else (f"± {float(half[n]):.2g}",)
         rows.append((names[n], f"{float(data.shapley[n]):+.3f}", *interval))
     columns = (unit, f"Shapley value ({result.settings['units']})", *(() if result.settings["exact"] else ("95%",)))
@@ -132,11 +132,13 @@ def _paths(result: Result, prompt: int) -> Iterator[Table]:
     data = result.data.isel(prompt=prompt)
     sampled = ("rms", "path_norm", "veit")
     names = ("count", "norm", "share", *(name for name in sampled if bool(data[name].notnull().any())))
-    rows = [(str(n), *_figures(float(data[name][n]) for name in names)) for n in sorted(_largest(data.norm.values))]
+    rows = [
+        (str(n), *_figures(float(data[name][n]) for name in names)) for n in sorted(_largest(data.norm.values.tolist()))
+    ]
     yield Table(f"Prompt {prompt}: the lengths with the largest norm", ("length", "paths", *names[1:]), rows)
     if "branch_norm" in data:
         width = data.sizes["mlp_hops"]
-        cells = [divmod(n, width) for n in _largest(data.branch_norm.values.ravel())]
+        cells = [divmod(n, width) for n in _largest(data.branch_norm.values.ravel().tolist())]
         both = (data.branch_norm, data.branch_share)
         rows = [(str(attn), str(mlp), *_figures(float(each[attn, mlp]) for each in both)) for attn, mlp in cells]
         title = f"Prompt {prompt}: the numbers of hops with the largest norm"
@@ -150,9 +152,10 @@ def _logit_paths(result: Result, prompt: int) -> Iterator[Table]:
     total = float(data.constant) + data.term.values.cumsum()
     begin = {kind: data.term_from.values[[each == kind for each in kinds]].sum(0) for kind in dict.fromkeys(kinds)}
     rows = []
-    for n in sorted(_largest(data.term.values)):
+    for n in sorted(_largest(data.term.values.tolist())):
         values = (float(data.term[n]), *(float(part[n]) for part in begin.values()), float(total[n]))
-        rows.append((str(n), *(f"{value:+.3f}" for value in values)))
+        # Adding 0 takes the sign off what rounds to nothing.
+        rows.append((str(n), *(f"{round(value, 3) + 0.0:+.3f}" for value in values)))
     title = f"Prompt {prompt}: the lengths with the largest terms; {result.settings['metric']} {float(data.logit):.3f}"
     yield Table(title, ("length", "term", *(f"from {kind}" for kind in begin), "sum so far"), rows)
 
@@ -168,10 +171,8 @@ _TABLES: dict[str, Callable[[Result, int], Iterator[Table]]] = {
 
 
 def _largest(values: Sequence[float]) -> list[int]:
-    """The places of the largest sizes, the largest first, ties in their own order from the end."""
-    import numpy as np
-
-    return [int(place) for place in np.abs(values).argsort(kind="stable")[::-1][:MOST]]
+    """The places of the largest sizes, the largest first."""
+    return sorted(range(len(values)), key=lambda place: -abs(values[place]))[:MOST]
 
 
 def _figures(values: Iterable[float]) -> list[str]:

@@ -130,7 +130,8 @@ def layer_ensemble(
     coords: dict[str, Any] = {"unit": names, "order": range(len(chosen) + 1), "text": ("prompt", texts_of(tokens))}
     if exact:
         coords |= {"unit_2": names, "subset": range(2 ** len(chosen))}
-    data = xr.Dataset(runs.variables | {"base": ("prompt", base)}, coords)
+    # Shapley values first: the first variable is the one that a table shows.
+    data = xr.Dataset({"shapley": runs.variables["shapley"]} | runs.variables | {"base": ("prompt", base)}, coords)
     settings = {"unit": unit, "how": how, "metric": metric.name, "units": metric.units, "exact": exact, "seed": seed}
     settings |= {"samples": 0 if exact else samples, "samples_done": runs.samples}
     # A difference of logits is as inexact as the logits, however small it is; other units have no scale but their own.

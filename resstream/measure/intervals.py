@@ -29,8 +29,8 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size=draws)
     means = np.tensordot(counts / len(values), values, axes=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    return low, high
+    ends = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    return ends[0, ...], ends[1, ...]
 
 
 def relative_error(values: Float[np.ndarray, " sample"]) -> float:
@@ -46,12 +46,23 @@ def relative_error(values: Float[np.ndarray, " sample"]) -> float:
         return 0.0
     if len(values) < 2:
         return float("inf")
-    return float(_quantile(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)) / values.mean())
+    return float(student(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)) / values.mean())
 
 
-def _quantile(freedom: int) -> float:
-    """Student's t, two-sided at 95%, by the first terms of its expansion around the normal distribution."""
+def student(freedom: int) -> float:
+    """How many standard errors a 95% interval reaches to each side, when the error itself was estimated.
+
+    >>> [round(student(freedom), 2) for freedom in (3, 5, 10, 99)]
+    [3.16, 2.57, 2.23, 1.98]
+
+    Source:
+        Abramowitz and Stegun 1964, equation 26.7.5, an expansion in 1/freedom that is good to 3% from 2 on.
+    """
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))

@@ -11,7 +11,7 @@ import xarray as xr
 from torch import Tensor
 from tqdm import tqdm
 
-from resstream.errors import MetricError
+from resstream.errors import MetricError, SiteError
 from resstream.measure.labels import names_of, prompt_coords
 from resstream.measure.metrics import Answer, answer_ids, wide
 from resstream.models.tokens import Prompts, Tokens
@@ -56,13 +56,19 @@ def logit_lens(
         the last layer's distribution and `loss` of the prompt's own next token, in nats; and over a further dimension
         `top`: `top_token`, `top_string` and `top_log_prob`. Positions beyond a prompt's end are NaN.
     Raises:
-        SiteError: a site that the model does not have.
+        SiteError: a site that the model does not have, or what a branch writes, which is no state of the stream.
         MetricError: a target of several tokens, or a negative top_k.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens.
     """
     tokens = model.tokenize(prompts)
     wanted = expand_sites(model, sites)
+    for site in wanted:
+        if site.is_write:
+            raise SiteError(
+                f'"{site}" is what a branch adds, not a state of the stream, so it predicts nothing by itself; '
+                f'decode "{site.layer}.resid_post", or split a logit with rs.logit_by_path_length(..., gauge="direct")'
+            )
     if top_k < 0:
         raise MetricError(f"top_k={top_k} is not a number of tokens; give 0, or as many as you want to see")
     top_k = min(top_k, model.vocab_size)

@@ -51,7 +51,7 @@ def logit_by_path_length(
     >>> model = rs.load("smollm2")
     >>> prompt = "When Mary and John went to the store, John gave a drink to"
     >>> r = rs.logit_by_path_length(model, prompt, " Mary", " John", gauge="direct")
-    >>> round(float(r.data.term.sum() + r.data.constant), 3), r.check.passed
+    >>> (r.data.term.sum() + r.data.constant.sum()).round(2).item(), r.check.passed
     (6.12, True)
 
     For any linear map A_i in the place of branch F_i, the branch is A_i x and a remainder b_i = F_i(x) - A_i x. So the
@@ -134,7 +134,7 @@ def _expand(wide: ResidualModel, alone: Tokens, ids: Sequence[int], gauge: Gauge
     terms[0] = to_numpy((split * trunk.x0).sum((1, 2)))
     constant = value - float((slope * final).sum())
     logit = float(own)
-    error = abs(terms.sum() + constant - logit) / max(abs(logit), 1e-30)
+    error = abs(float(terms.sum()) + constant - logit) / max(abs(logit), 1e-30)
     return {"terms": terms, "constant": constant, "logit": logit, "error": error}
 
 

@@ -33,7 +33,7 @@ def patch_activations(
     *,
     sites: str | Sequence[str] = "resid_pre",
     direction: Literal["denoise", "noise"] = "denoise",
-    positions: Literal["each", "all"] | Sequence[int] = "each",
+    positions: Literal["each", "all"] | int | Sequence[int] = "each",
     layers: Literal["each"] | int | Sequence[int] = "each",
     progress: bool = False,
 ) -> Result:
@@ -85,7 +85,8 @@ def patch_activations(
     chosen_layers = list(dict.fromkeys(layers_from(layers, n_layers=model.n_layers, model=model.name)))
     if not chosen_layers:
         raise SiteError('no layers to patch; write layers="each" or a list such as [0, 5]')
-    positions = positions if isinstance(positions, str) else list(dict.fromkeys(positions))
+    if not isinstance(positions, str):
+        positions = [positions] if isinstance(positions, int) else list(dict.fromkeys(positions))
     columns = _columns(pair.take(range(count)), positions)
     metric = as_metric(metric)
     with torch.no_grad():

@@ -78,8 +78,9 @@ def signed_statistics(
     *_, (_, probes) = quick.descend(drawn.to(quick.top))
     squares = to_numpy(probes[:, :, here].flatten(2).square().sum(2))
     means = squares.mean(0)
-    # The paths of length 0 and of full length are single, and their squares do not depend on signs.
-    errors = np.array([0.0 if np.ptp(each) == 0 else relative_error(each) for each in squares.T])
+    # Where there is a single path, its square does not depend on its sign.
+    single = np.array(count_paths(quick.widths)) == 1
+    errors = np.array([0.0 if alone else relative_error(each) for alone, each in zip(single, squares.T, strict=True)])
     return {
         "rms": np.sqrt(means),
         "rms_low": np.sqrt(means / np.exp(errors)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from resstream.check import Check
-from resstream.errors import SiteError
+from resstream.errors import MetricError, SiteError
 from resstream.measure.intervals import bootstrap
 from resstream.measure.labels import texts_of
 from resstream.measure.metrics import Metric, Score, as_metric
@@ -97,7 +97,7 @@ def path_lengths(
     Raises:
         SiteError: a start layer that the model does not have, or an unknown unit.
         PromptError: a position that a prompt does not have.
-        MetricError: a metric whose gradient is zero everywhere.
+        MetricError: a metric whose gradient is zero everywhere, or a negative number of draws.
     Source:
         Veit, Wilber, Belongie 2016, Residual Networks Behave Like Ensembles of Relatively Shallow Networks.
     """
@@ -106,6 +106,8 @@ def path_lengths(
         raise SiteError(f'unit="{unit}"{also} is not a unit of paths; write unit="write" or unit="layer"')
     if not 0 <= start < model.n_layers:
         raise SiteError(f"start={start}: {model.name} has layers 0-{model.n_layers - 1}; give one of them")
+    if samples < 0 or signs < 0:
+        raise MetricError(f"samples={samples}, signs={signs}: numbers of draws are 0 or more, such as samples=64")
     require_unedited(model, "path_lengths")
     metric = as_metric(metric)
     tokens = model.tokenize(prompts)

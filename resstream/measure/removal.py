@@ -118,7 +118,7 @@ class Tree:
         return max(1, TOKENS_PER_CHUNK // self.tokens.width)
 
     def values(
-        self, kept: Bool[np.ndarray, "prompt subset unit"], advance: Callable[[int], object] = int
+        self, kept: Bool[np.ndarray, "prompt subset unit"], advance: Callable[[int], object] = lambda _: None
     ) -> Float[np.ndarray, "prompt subset"]:
         """The score of every prompt with each of its subsets of units kept.
 
@@ -143,14 +143,15 @@ class Tree:
         return scores[place.reshape(-1)].reshape(prompts, subsets)
 
     def _climb(self, stage: int, batch: Batch, counts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Run a batch to the end, piece by piece; at the top, each row is one run."""
-        if len(batch.x) > self.rows:
-            for piece in batch.pieces(self.rows):
-                yield from self._climb(stage, piece, counts)
-        elif stage < len(self.stages):
-            yield from self._climb(stage + 1, self._pass(self.stages[stage], batch, counts), counts)
-        else:
+        """Run a batch to the end, piece by piece where it outgrows a chunk; at the top, each row is one run."""
+        # A loop, not a call for each stage, so that only batches that were split are kept until all pieces are done.
+        while len(batch.x) <= self.rows and stage < len(self.stages):
+            batch, stage = self._pass(self.stages[stage], batch, counts), stage + 1
+        if len(batch.x) <= self.rows:
             yield batch.low, to_numpy(self.score(batch.x, batch.prompt.tolist()))
+            return
+        for piece in batch.pieces(self.rows):
+            yield from self._climb(stage, piece, counts)
 
     def _pass(self, stage: Stage, below: Batch, counts: np.ndarray) -> Batch:
         """One stage up; a row whose subsets differ in a unit there becomes two, one without it and one with it."""
@@ -215,11 +216,9 @@ def _writes(model: ResidualModel, tokens: Tokens, units: Sequence[Removable]) ->
     values, _ = trace(model, model.trunk(tokens), sites)
 
     def added(unit: Removable) -> Tensor:
-        return (
-            values[unit]
-            if isinstance(unit, Site)
-            else values[Site(unit, "resid_post")] - values[Site(unit, "resid_pre")]
-        )
+        if isinstance(unit, Site):
+            return values[unit]
+        return values[Site(unit, "resid_post")] - values[Site(unit, "resid_pre")]
 
     return {unit: added(unit) for unit in units}
 

@@ -12,6 +12,8 @@ from math import comb
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from resstream.measure.intervals import student
+
 
 def members(units: int) -> Bool[np.ndarray, "subset unit"]:
     """Which units are in each of the 2^n subsets.
@@ -145,25 +147,6 @@ def mean_with_interval(draws: Float[np.ndarray, draw * rest]) -> tuple[np.ndarra
     if count < 3:
         return mean, np.full(mean.shape, np.nan)
     return mean, np.asarray(student(count - 1) * draws.std(axis=0, ddof=1) / np.sqrt(count))
-
-
-def student(freedom: int) -> float:
-    """How many standard errors a 95% interval reaches to each side, when the error itself was estimated.
-
-    >>> [round(student(freedom), 2) for freedom in (3, 5, 10, 99)]
-    [3.16, 2.57, 2.23, 1.98]
-
-    Source:
-        Abramowitz and Stegun 1964, equation 26.7.5, an expansion in 1/freedom that is good to 3% from 2 on.
-    """
-    z = 1.959964
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def _units(values: np.ndarray) -> int:

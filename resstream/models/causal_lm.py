@@ -257,11 +257,14 @@ class CausalLM(ResidualModel):
         for activations in ("constant", "slope"):
             with torch.enable_grad(), frozen(activations, self._mlp_modules()):
                 out = trunk.write(Site(0, "mlp"), x).sum()
-            found = torch.autograd.grad(out, [x, *biases], allow_unused=True)
-            parts = [
-                (value * slope).sum() for value, slope in zip([x, *biases], found, strict=True) if slope is not None
-            ]
-            errors[activations] = abs(float((sum(parts) - out) / out))
+            slopes = torch.autograd.grad(out, [x, *biases], allow_unused=True)
+            parts = [value * slope for value, slope in zip([x, *biases], slopes, strict=True) if slope is not None]
+            linear, size = (
+                sum(float(part.detach().sum()) for part in parts),
+                sum(float(part.detach().abs().sum()) for part in parts),
+            )
+            # Against the size of what is added up, since the sum itself may happen to be near 0.
+            errors[activations] = abs(linear - float(out.detach())) / max(size, 1e-30)
         best = min(errors, key=errors.__getitem__)
         if errors[best] > 1e3 * torch.finfo(self.dtype).eps:
             raise UnsupportedModelError(

@@ -147,7 +147,7 @@ def _note(ax: Axes, text: str) -> None:
     """A remark above what is drawn."""
     ax.text(0.985, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8.5, color=GREY, zorder=5)
     low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.12 * (high - low))
+    ax.set_ylim(low, high + 0.18 * (high - low))
 
 
 def _figure(value: float) -> str:

@@ -382,7 +382,7 @@ def inside(data, name, exact):
 
 
 def intervals_hold_what_they_should(model, seeds=40):
-    """A 95% interval holds the exact value some 19 times in 20: not much less, nor always, and with every seed alike."""
+    """A 95% interval holds the exact value some 19 times in 20: not much less, nor always, and with each seed alike."""
     exact = rs.layer_ensemble(model, IDS, TOY_METRIC, exact=True).data
     found = [sampled(model, seed).data for seed in range(seeds)]
     shapley = np.array([inside(data, "shapley", exact.shapley.values[0]) for data in found])
@@ -537,6 +537,24 @@ def test_an_interrupted_sample_is_a_smaller_one(monkeypatch):
         assert np.allclose(result.data[each], expected.data[each], atol=EXACT, equal_nan=True), each
     assert result.check.passed
     assert "10 orders of 8 layers" in result.headline
+
+
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", 1)
+    hf_model, calls = ARCHITECTURES["llama"]().train(), []
+    model = rs.load(hf_model, tokenizer=tokenizer())
+
+    def interrupt(*_):
+        calls.append(None)
+        if len(calls) > 300:
+            raise KeyboardInterrupt
+
+    blocks_of(hf_model)[1].register_forward_pre_hook(interrupt)
+    before = state_of(hf_model)
+    with pytest.warns(UserWarning, match="interrupted"):
+        result = rs.layer_ensemble(model, PROMPTS, METRIC, exact=False, samples=1000)
+    assert 0 < result.settings["samples_done"] < 1000
+    assert state_of(hf_model) == before
 
 
 @pytest.mark.parametrize("after", [-1, 0])

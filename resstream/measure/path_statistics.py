@@ -14,7 +14,6 @@ from resstream.measure.intervals import relative_error
 from resstream.measure.labels import to_numpy
 from resstream.measure.path_counts import count_paths, draw_paths, effective_range, share_of_paths
 from resstream.stream.expand import Expansion
-from resstream.stream.pull import gradient
 
 NOTHING = 1e-10
 
@@ -28,7 +27,7 @@ def exact_statistics(exact: Expansion, here: Bool[Tensor, " pos"], metric: str) 
     # To first order, how far the metric moves when the last stream moves by its own length; a metric at its minimum,
     # such as the divergence of a run from itself, moves by rounding errors only.
     reach = exact.top.norm() * exact.inputs[-1].norm()
-    autograd = gradient(exact.whole, exact.inputs[0])[here]
+    autograd = exact.backward()[here]
     size = autograd.norm()
     if not (size > 0 and reach > NOTHING):
         raise MetricError(

@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 from resstream.models.tokens import Tokens
 from resstream.models.trunk import ResidualModel, Trunk
-from resstream.stream.pull import Part, gradient, pull
+from resstream.stream.pull import Part, gradient, pull, pull_pieces
 
 # The most that the vectors of single paths may take at once, in bytes.
-_BUDGET = 256 * 2**20
+_BUDGET = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Expansion:
         layers: for each step, the layer that it belongs to.
         inputs: the stream that each step reads.
         top: the gradient of the metric at the last residual.
-        whole: the metric as a function of the stream at the start, for one plain backward pass.
+        rest: from the stream at the start to the last residual, layer by layer and in one piece.
     """
 
     steps: Sequence[tuple[Part, ...]]
@@ -39,7 +39,7 @@ class Expansion:
     layers: Sequence[int]
     inputs: Sequence[Float[Tensor, "1 pos d_model"]]
     top: Float[Tensor, "pos d_model"]
-    whole: Part
+    rest: Part
 
     @classmethod
     def of(
@@ -76,18 +76,22 @@ class Expansion:
                 inputs.append(x)
                 x = x + torch.stack([hop(x) for hop in step]).sum(0)
 
-        def whole(stream: Tensor) -> Tensor:
+        def rest(stream: Tensor) -> Tensor:
             for layer in order:
                 stream = trunk.layer(layer, stream)
-            return score(stream)
+            return stream
 
         layers = list(order) if unit == "layer" else [step[0].layer for step in groups]
-        return cls(steps, kinds, layers, inputs, gradient(score, x), whole)
+        return cls(steps, kinds, layers, inputs, gradient(score, x), rest)
 
     @property
     def widths(self) -> list[int]:
         """In how many ways a path can hop at each step."""
         return [len(step) for step in self.steps]
+
+    def backward(self) -> Float[Tensor, "pos d_model"]:
+        """The gradient at the start by one plain backward pass, which knows nothing of steps and hops."""
+        return pull(self.rest, self.inputs[0], self.top[None])[0]
 
     def descend(
         self, signs: Float[Tensor, "probe step hop"] | None = None
@@ -103,11 +107,14 @@ class Expansion:
         """
         split = self.top.expand(1 if signs is None else len(signs), 1, -1, -1)
         for number in reversed(range(len(self.steps))):
-            hopped = torch.zeros_like(split)
+            new = pad(split, (0, 0, 0, 0, 0, 1))
             for hop, part in enumerate(self.steps[number]):
-                pulled = pull(part, self.inputs[number], split.flatten(0, 1)).view_as(split)
-                hopped += pulled if signs is None else signs[:, number, hop, None, None, None] * pulled
-            split = pad(split, (0, 0, 0, 0, 0, 1)) + pad(hopped, (0, 0, 0, 0, 1, 0))
+                for place, pulled in pull_pieces(part, self.inputs[number], split.flatten(0, 1)):
+                    probe, length = np.divmod(np.arange(place.start, place.stop), split.shape[1])
+                    new[probe, length + 1] += (
+                        pulled if signs is None else signs[probe, number, hop, None, None] * pulled
+                    )
+            split = new
             yield number, split
 
     def by_branch(self) -> Float[Tensor, "attn mlp pos d_model"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 Part: TypeAlias = Callable[[Tensor], Tensor]
 
 # Vectors x positions pulled back in one call; more would only grow the memory of attention's backward.
-_AT_ONCE = 4096
+_AT_ONCE = 2048
 
 
 def pull(
@@ -32,13 +32,22 @@ def pull(
     Returns:
         The gradients at its input.
     """
+    return torch.cat([vectors[:0], *(pulled for _, pulled in pull_pieces(part, x, vectors))])
+
+
+def pull_pieces(
+    part: Part, x: Float[Tensor, "1 pos d_model"], vectors: Float[Tensor, "vector pos d_model"]
+) -> Iterator[tuple[slice, Float[Tensor, "piece pos d_model"]]]:
+    """The same piece by piece, with the place of each, for when all of it would be much to hold."""
     if not len(vectors):
-        return vectors
+        return
     size = max(1, _AT_ONCE // x.shape[1])
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         out = part(leaf)
-        return torch.cat([_pull_some(out, leaf, some) for some in vectors[:, None].split(size)])
+    for start in range(0, len(vectors), size):
+        place = slice(start, min(start + size, len(vectors)))
+        yield place, _pull_some(out, leaf, vectors[place, None])
 
 
 def gradient(scalar: Part, x: Float[Tensor, "1 pos d_model"]) -> Float[Tensor, "pos d_model"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Literal
 
 import numpy as np
@@ -15,10 +15,11 @@ from torch.nn.functional import pad
 
 from resstream.models.tokens import Tokens
 from resstream.models.trunk import ResidualModel, Trunk
-from resstream.stream.pull import Part, gradient, pull, pull_pieces
+from resstream.stream.pull import AT_ONCE, Part, Pullback, gradient, pull
 
 # The most that the vectors of single paths may take at once, in bytes.
 _BUDGET = 64 * 2**20
+_LAYERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Expansion:
         layers: for each step, the layer that it belongs to.
         inputs: the stream that each step reads.
         top: the gradient of the metric at the last residual.
-        rest: from the stream at the start to the last residual, layer by layer and in one piece.
+        blocks: the whole layers from the start up, from stream to stream, which know nothing of steps.
     """
 
     steps: Sequence[tuple[Part, ...]]
@@ -39,7 +40,7 @@ class Expansion:
     layers: Sequence[int]
     inputs: Sequence[Float[Tensor, "1 pos d_model"]]
     top: Float[Tensor, "pos d_model"]
-    rest: Part
+    blocks: Sequence[Part]
 
     @classmethod
     def of(
@@ -76,13 +77,8 @@ class Expansion:
                 inputs.append(x)
                 x = x + torch.stack([hop(x) for hop in step]).sum(0)
 
-        def rest(stream: Tensor) -> Tensor:
-            for layer in order:
-                stream = trunk.layer(layer, stream)
-            return stream
-
         layers = list(order) if unit == "layer" else [step[0].layer for step in groups]
-        return cls(steps, kinds, layers, inputs, gradient(score, x), rest)
+        return cls(steps, kinds, layers, inputs, gradient(score, x), [partial(trunk.layer, layer) for layer in order])
 
     @property
     def widths(self) -> list[int]:
@@ -90,8 +86,13 @@ class Expansion:
         return [len(step) for step in self.steps]
 
     def backward(self) -> Float[Tensor, "pos d_model"]:
-        """The gradient at the start by one plain backward pass, which knows nothing of steps and hops."""
-        return pull(self.rest, self.inputs[0], self.top[None])[0]
+        """The gradient at the start by a plain backward pass through whole layers, some at a time to save memory."""
+        entry = [self.layers.index(layer) for layer in sorted(set(self.layers))]
+        vector = self.top[None]
+        for start in reversed(range(0, len(self.blocks), _LAYERS_AT_ONCE)):
+            some = self.blocks[start : start + _LAYERS_AT_ONCE]
+            vector = pull(partial(_through, some), self.inputs[entry[start]], vector)
+        return vector[0]
 
     def descend(
         self, signs: Float[Tensor, "probe step hop"] | None = None
@@ -103,19 +104,24 @@ class Expansion:
         Args:
             signs: factors of 1 or -1 for each hop; each probe is a program of its own. One probe of ones by default.
         Yields:
-            The step, and one gradient for each probe and length. The last step is the start.
+            The step, and one gradient for each probe and length, until the next step is taken. The last is the start.
         """
-        split = self.top.expand(1 if signs is None else len(signs), 1, -1, -1)
-        for number in reversed(range(len(self.steps))):
-            new = pad(split, (0, 0, 0, 0, 0, 1))
-            for hop, part in enumerate(self.steps[number]):
-                for place, pulled in pull_pieces(part, self.inputs[number], split.flatten(0, 1)):
-                    probe, length = np.divmod(np.arange(place.start, place.stop), split.shape[1])
-                    new[probe, length + 1] += (
-                        pulled if signs is None else signs[probe, number, hop, None, None] * pulled
-                    )
-            split = new
-            yield number, split
+        probes = 1 if signs is None else len(signs)
+        # One block of memory for all steps: blocks that grow from step to step would leave gaps behind.
+        split = self.top.new_zeros(1 + len(self.steps), probes, *self.top.shape)
+        split[0] = self.top
+        size = max(1, AT_ONCE // (probes * self.top.shape[0]))
+        for done, number in enumerate(reversed(range(len(self.steps)))):
+            backs = [Pullback(part, self.inputs[number]) for part in self.steps[number]]
+            # From the longest paths down, so that each length is read before it is added to.
+            for start in reversed(range(0, done + 1, size)):
+                old = split[start : min(start + size, done + 1)]
+                hopped = torch.zeros_like(old)
+                for hop, back in enumerate(backs):
+                    pulled = back(old.flatten(0, 1)).view_as(old)
+                    hopped += pulled if signs is None else signs[:, number, hop, None, None] * pulled
+                split[start + 1 : start + 1 + len(old)] += hopped
+            yield number, split[: done + 2].transpose(0, 1)
 
     def by_branch(self) -> Float[Tensor, "attn mlp pos d_model"]:
         """The gradient at the start, split by the number of attention hops and the number of MLP hops."""
@@ -146,6 +152,10 @@ class Expansion:
                     new[hops == hop] = pull(part, self.inputs[number], new[hops == hop])
                 vectors = new
             yield vectors[torch.from_numpy(owner)]
+
+
+def _through(blocks: Sequence[Part], x: Tensor) -> Tensor:
+    return reduce(lambda stream, block: block(stream), blocks, x)
 
 
 def _layer_write(trunk: Trunk, layer: int, x: Tensor) -> Tensor:

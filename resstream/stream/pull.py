@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 Part: TypeAlias = Callable[[Tensor], Tensor]
 
 # Vectors x positions pulled back in one call; more would only grow the memory of attention's backward.
-_AT_ONCE = 2048
+AT_ONCE = 2048
 
 
 def pull(
@@ -32,22 +32,22 @@ def pull(
     Returns:
         The gradients at its input.
     """
-    return torch.cat([vectors[:0], *(pulled for _, pulled in pull_pieces(part, x, vectors))])
+    return Pullback(part, x)(vectors)
 
 
-def pull_pieces(
-    part: Part, x: Float[Tensor, "1 pos d_model"], vectors: Float[Tensor, "vector pos d_model"]
-) -> Iterator[tuple[slice, Float[Tensor, "piece pos d_model"]]]:
-    """The same piece by piece, with the place of each, for when all of it would be much to hold."""
-    if not len(vectors):
-        return
-    size = max(1, _AT_ONCE // x.shape[1])
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        out = part(leaf)
-    for start in range(0, len(vectors), size):
-        place = slice(start, min(start + size, len(vectors)))
-        yield place, _pull_some(out, leaf, vectors[place, None])
+class Pullback:
+    """The way back through a part of the trunk, prepared once and gone as often as wanted."""
+
+    def __init__(self, part: Part, x: Float[Tensor, "1 pos d_model"]):
+        with torch.enable_grad():
+            self._leaf = x.detach().requires_grad_()
+            self._out = part(self._leaf)
+
+    def __call__(self, vectors: Float[Tensor, "vector pos d_model"]) -> Float[Tensor, "vector pos d_model"]:
+        """Gradients at the part's input from gradients at its output."""
+        size = max(1, AT_ONCE // vectors.shape[1])
+        pieces = vectors[:, None].split(size) if len(vectors) else ()
+        return torch.cat([vectors[:0], *(_pull_some(self._out, self._leaf, some) for some in pieces)])
 
 
 def gradient(scalar: Part, x: Float[Tensor, "1 pos d_model"]) -> Float[Tensor, "pos d_model"]:

@@ -75,7 +75,7 @@ def _open(hf_model: Any, tokenizer: Any, name: str, proven_in: Path | None = Non
     model = CausalLM(hf_model, anatomy, sizes_of(hf_model), name=name, tokenizer=tokenizer, certificate=certificate)
     model.require_verified()
     if proven_in is not None and certificate is None:
-        keep(Certificate(model.check, model.returns), proven_in, *settings)
+        keep(Certificate(model.check, model.returns, model.reuses_left), proven_in, *settings)
     return model
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,22 +12,30 @@ from torch import nn
 from resstream.errors import UnsupportedModelError, listed
 
 _BRANCHES = ("attn", "mlp")
+_PROJECTIONS = {"attn": ("o", "q", "k", "v", "qkv"), "mlp": ("out",)}
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _UNLIMITED = ("bloom", "mpt")
 
 
 @dataclass(frozen=True)
 class Branches:
-    """The parts of one block: its two branches, and the modules through which each reads the stream."""
+    """The parts of one block: its two branches, and the modules through which each reads the stream.
+
+    `projections` are the linear maps inside the branches that are modules of their own: "o" out of attention, "q", "k"
+    and "v" or all three as "qkv" into it, and "out", the MLP's last.
+    """
 
     attn: nn.Module
     mlp: nn.Module
     attn_reader: nn.Module
     mlp_reader: nn.Module
+    projections: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def map(self, function: Callable[[nn.Module], nn.Module]) -> Branches:
         """The same parts of another tree."""
-        return Branches(*map(function, (self.attn, self.mlp, self.attn_reader, self.mlp_reader)))
+        attn, mlp, attn_reader, mlp_reader = map(function, (self.attn, self.mlp, self.attn_reader, self.mlp_reader))
+        projections = {name: function(module) for name, module in self.projections.items()}
+        return Branches(attn, mlp, attn_reader, mlp_reader, projections)
 
     def apart_from(self, block: nn.Module) -> list[nn.Module]:
         """The branches that are modules of their own; some blocks compute their MLP themselves."""
@@ -139,7 +147,20 @@ def _branches(hf_model: nn.Module, adapter: Any, layer: int, parts: Any, paralle
     attn, mlp = part("attn"), part("mlp")
     attn_reader = part("ln1") if "ln1" in parts else attn
     mlp_reader = part("ln2") if "ln2" in parts else attn_reader if parallel else mlp
-    return Branches(attn, mlp, attn_reader, mlp_reader)
+    projections = {**_projections(part, "attn", attn), **_projections(part, "mlp", mlp)}
+    return Branches(attn, mlp, attn_reader, mlp_reader, projections)
+
+
+def _projections(part: Callable[[str], nn.Module], branch: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The linear maps of a branch; where a bridge has split a joint one, its own pieces are what runs."""
+    found = {}
+    for name in _PROJECTIONS[branch]:
+        piece = getattr(module, name, None) if hasattr(module, "original_component") else None
+        try:
+            found[name] = piece if isinstance(piece, nn.Module) else part(f"{branch}.{name}")
+        except (AttributeError, ValueError):
+            continue  # not a module of its own, in this architecture
+    return {name: found[name] for name in found if name != "qkv" or "q" not in found}
 
 
 def _is_norm(bridge: Any) -> bool:

@@ -104,6 +104,11 @@ def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
             module.__dict__["forward"] = own
 
 
+def is_hooked(model: nn.Module) -> bool:
+    """Whether anything but a module's own code acts in a forward pass: a hook, or another function in its place."""
+    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules())
+
+
 @contextmanager
 def put_input(module: nn.Module, x: Tensor) -> Iterator[None]:
     """Let a module read `x` in place of what reaches it, in the shape in which it expects its input."""

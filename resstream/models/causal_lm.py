@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock
 from typing import Any, Literal, TypeGuard
@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from resstream.check import Check
-from resstream.errors import UnsupportedModelError
+from resstream.errors import PromptError, UnsupportedModelError
 from resstream.models.anatomy import Anatomy, Sizes
 from resstream.models.calls import (
     Call,
-    form_of,
+    is_hooked,
     like,
     pass_on,
     put_input,
@@ -32,8 +33,16 @@ from resstream.models.calls import (
 from resstream.models.certificate import Certificate
 from resstream.models.float64 import stay_float64
 from resstream.models.frozen import Activations, frozen
+from resstream.models.heads import head_writes
+from resstream.models.inside import Insides, insides_of
+from resstream.models.inside_check import prove_inside
+from resstream.models.left_cache import arguments_with, continuing, keeping, kept_by
+from resstream.models.left_context import LeftContext
+from resstream.models.left_probe import suffixes_agree
+from resstream.models.narrow import narrow_calls
+from resstream.models.proof import prove_sum
 from resstream.models.tokens import Tokens
-from resstream.models.trunk import TOLERANCE, ResidualModel, Trunk, relative_distance, worst_of
+from resstream.models.trunk import Inside, ResidualModel, Trunk
 from resstream.sites import Site
 
 # One lock a module tree, not one a CausalLM: whoever loads the same model twice holds the same blocks twice.
@@ -48,25 +57,52 @@ class CausalTrunk(Trunk):
     tokens: Tokens
     x0: Float[Tensor, "batch pos d_model"]
     calls: tuple[Call, ...]
+    kept: Cache | None = None
+    continued: LeftContext | None = None
+
+    @property
+    def left(self) -> LeftContext | None:
+        """Keys and values of the layers that have run, each as of its last run; None unless they were to be kept."""
+        return None if self.kept is None else kept_by(self.kept, self.tokens)
 
     @property
     def order(self) -> Sequence[int]:  # type: ignore[override]
         """The layers from first to last."""
         return range(len(self.calls))
 
-    def layer(self, layer: int, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def first(self, rows: int) -> CausalTrunk | None:
+        """The trunk of the first rows, from the same recording: opening it anew would cost a layer's time or more."""
+        left = None if self.continued is None else self.continued.take(range(rows), until=self.continued.until)
+        cache = None if left is None else continuing(left, len(self.calls))
+        calls = narrow_calls(self.calls, self._one_more.calls, rows, cache)
+        if calls is None or self.kept is not None:
+            return None
+        return replace(self, tokens=self.tokens.take(range(rows)), x0=self.x0[:rows], calls=calls, continued=left)
+
+    @cached_property
+    def _one_more(self) -> CausalTrunk:
+        """The same trunk with its last row twice."""
+        rows = [*range(len(self.tokens)), len(self.tokens) - 1]
+        left = None if self.continued is None else self.continued.take(rows, until=self.continued.until)
+        return self.model.trunk(self.tokens.take(rows), left=left)
+
+    def layer(
+        self, layer: int, x: Float[Tensor, "batch pos d_model"], inside: Inside | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
         """The stream after a block: its own call again, with another stream."""
-        with self.model.running():
+        with self.model.running(), self.model.opening(layer, x, inside):
             return residual_of(self.calls[layer].replay(self.model.anatomy.blocks[layer], x))
 
-    def write(self, site: Site, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def write(
+        self, site: Site, x: Float[Tensor, "batch pos d_model"], inside: Inside | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
         """What a branch adds: the block on a stream of zeros, with `x` injected where the branch reads.
 
         Post-norms, residual multipliers and additions inside a module are the block's own, so none is a special case.
         """
         anatomy, call, zeros = self.model.anatomy, self.calls[site.layer], torch.zeros_like(x)
         block, branches = anatomy.blocks[site.layer], anatomy.branches[site.layer]
-        with self.model.running(), ExitStack() as stack:
+        with self.model.running(), self.model.opening(site.layer, x, inside), ExitStack() as stack:
             if site.kind == "attn" and not anatomy.parallel:
                 stack.enter_context(put_input(branches.attn_reader, x))
                 reached = stack.enter_context(stop_at(branches.mlp_reader))
@@ -77,6 +113,13 @@ class CausalTrunk(Trunk):
             other = branches.mlp if site.kind == "attn" else branches.attn
             stack.enter_context(swap_forward(other, write_nothing(self.model.form_of(other))))
             return residual_of(call.replay(block, zeros))
+
+    def head_writes(
+        self, layer: int, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos head d_model"]:
+        """What each head adds to the stream: its rows of the output projection, times what the block makes of them."""
+        with self.model.running():
+            return head_writes(self, layer, z)
 
 
 class CausalLM(ResidualModel):
@@ -105,6 +148,8 @@ class CausalLM(ResidualModel):
         self._lock, self._running = _LOCKS.setdefault(hf_model, RLock()), False
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.check = self.verify() if certificate is None else certificate.check
+        if certificate is not None:
+            self._suffixes_agree = certificate.reuses_left
 
     @property
     def device(self) -> torch.device:
@@ -139,7 +184,60 @@ class CausalLM(ResidualModel):
                 for module, training, compiled in kept:
                     module.training, module._compiled_call_impl = training, compiled
 
-    def trunk(self, tokens: Tokens) -> CausalTrunk:
+    @cached_property
+    def insides(self) -> Insides:
+        """Where the values inside the branches are, found on the first need."""
+        return insides_of(self)
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """How many heads, key/value heads and neurons there are, where they can be told apart."""
+        return self.insides.parts
+
+    @cached_property
+    def checks_inside(self) -> Mapping[str, Check]:
+        """The proofs of where the values inside the branches are, on a few random tokens."""
+        return prove_inside(self)
+
+    def why_not(self, kind: str) -> str:
+        """What is in the way of a kind of site inside a branch."""
+        return self.insides.missing[kind]
+
+    def opening(self, layer: int, x: Tensor, inside: Inside | None) -> AbstractContextManager[None]:
+        """Pass values inside a layer that is to read `x` through functions, for the length of a `with`."""
+        if not inside:
+            return nullcontext()
+        for kind in inside:
+            self.require_parts(kind)
+        return self.insides.opened(layer, (x.shape[0], x.shape[1]), inside)
+
+    @property
+    def reuses_left(self) -> bool:
+        """Whether a suffix with its left context is the full width's: tried once, on a few random tokens.
+
+        Never while a hook of the user's own is on the model, which may act on a position by its number.
+        """
+        return not is_hooked(self.hf_model) and self._suffixes_agree
+
+    @cached_property
+    def _suffixes_agree(self) -> bool:
+        return suffixes_agree(self)
+
+    def trunk(self, tokens: Tokens, *, left: LeftContext | None = None, keep: bool = False) -> CausalTrunk:
+        """Open the stream by the model's own calls to its blocks, from the first position or from a left context on."""
+        if left is not None and left.until:
+            if keep:
+                raise PromptError("a suffix keeps no left context of its own; give keep=True without left=")
+            self.require_left()
+            left.require_prefix_of(tokens)
+            return replace(self.opened(tokens, continuing(left, self.n_layers)), continued=left)
+        if not keep:
+            return self.opened(tokens)
+        self.require_left()
+        cache = keeping(self.n_layers)
+        return replace(self.opened(tokens, cache), kept=cache)
+
+    def opened(self, tokens: Tokens, cache: Cache | None = None) -> CausalTrunk:
         """Run the model's own forward with every block short-circuited, and keep the calls that it made to them."""
         blocks, calls = self.anatomy.blocks, []
 
@@ -154,7 +252,7 @@ class CausalLM(ResidualModel):
             for layer, block in enumerate(blocks[:-1]):
                 stack.enter_context(swap_forward(block, record(layer)))
             last = stack.enter_context(stop_at(blocks[-1], record(len(blocks) - 1)))
-            last.run(lambda: self._forward(tokens))
+            last.run(lambda: self._forward(tokens, cache))
         return CausalTrunk(self, tokens, calls[0].stream, tuple(call.without_stream() for call in calls))
 
     def readout(
@@ -187,37 +285,8 @@ class CausalLM(ResidualModel):
             return self._forward(tokens).logits
 
     def verify(self) -> Check:
-        """Hold the opened trunk against plain hooks on one forward pass of the model.
-
-        A second row of the batch gets a random stream at the input of each block, so the sum is tested where the
-        model never goes as well as where it does. The error is relative to the largest entry of what is compared.
-        """
-        torch_rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (1, 3), generator=torch_rng).to(self.device)
-        if self.max_positions is not None:
-            ids = ids[:, : self.max_positions]
-        tokens = Tokens(ids.expand(2, -1).contiguous(), (ids.shape[1],) * 2, ())
-        name = "pre + attn + mlp = post, and readout = logits"
-        try:
-            with torch.no_grad(), self.running():
-                seen, logits = self._watch(tokens, torch_rng)
-                trunk = self.trunk(tokens)
-                errors = {"the embedding": relative_distance(trunk.x0[:1], seen[0][0][:1])}
-                for layer, (pre, post) in enumerate(seen):
-                    errors[f"the block of layer {layer}"] = relative_distance(trunk.layer(layer, pre), post)
-                    errors[f"layer {layer}"] = relative_distance(self._sum(trunk, layer, pre), post)
-                errors["the readout"] = relative_distance(self.readout(seen[-1][1][:1]), logits[:1])
-                few = sorted({0, self.vocab_size // 2, self.vocab_size - 1})
-                errors["the readout of few tokens"] = relative_distance(
-                    self.readout(seen[-1][1][:1], few), logits[:1, :, few]
-                )
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{self.name} ({type(self.hf_model).__name__}) could not be opened as embed, writes and readout: "
-                f'{type(error).__name__}: {error}; load a Pre-LN causal language model such as "smollm2" or "gpt2"'
-            ) from error
-        worst = worst_of(errors)
-        return Check(name, errors[worst], TOLERANCE[trunk.x0.dtype], where=worst)
+        """Hold the opened trunk against plain hooks on one forward pass of the model."""
+        return prove_sum(self)
 
     def in_float64(self) -> CausalLM:
         """A float64 copy whose norms, rotary tables and softmax are not cast back to float32 on the way."""
@@ -231,14 +300,15 @@ class CausalLM(ResidualModel):
             return twins[id(module)]
 
         wide = object.__new__(CausalLM)
-        wide.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_lock", "_mlp_activations")})
+        anew = ("_lock", "_mlp_activations", "_suffixes_agree", "insides", "checks_inside")
+        wide.__dict__.update({k: v for k, v in self.__dict__.items() if k not in anew})
         wide.hf_model, wide.anatomy = hf_model, self.anatomy.map(twin)
         wide._lock, wide._arithmetic = RLock(), stay_float64
         wide.check = wide.verify()
         wide.require_verified()
         return wide
 
-    def frozen(self, part: Literal["attn", "mlp", "readout"]) -> AbstractContextManager[None]:
+    def frozen(self, part: Literal["attn", "mlp", "readout", "trunk"]) -> AbstractContextManager[None]:
         """Hold a part's norm scales, attention patterns and gates fixed; which activations are gates, numbers tell."""
         if part == "mlp":
             return frozen(self._mlp_activations, self._mlp_modules())
@@ -280,44 +350,12 @@ class CausalLM(ResidualModel):
         """In what form a block or branch returns its output, as seen on a real pass."""
         return self.returns.get(type(module).__name__)
 
-    def _sum(self, trunk: CausalTrunk, layer: int, pre: Tensor) -> Tensor:
-        mid = pre + trunk.write(Site(layer, "attn"), pre)
-        return mid + trunk.write(Site(layer, "mlp"), pre if self.anatomy.parallel else mid)
-
-    def _watch(self, tokens: Tokens, rng: torch.Generator) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """One plain forward pass with hooks that note each block's input and output, and what its modules return."""
-        seen: list[tuple[Tensor, Tensor]] = []
-        pre: list[Tensor] = []
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = Call.of(args, kwargs)
-            stream = call.stream.clone()
-            noise = torch.randn(stream.shape[1:], generator=rng).to(stream)
-            stream[1] = noise * stream[0].std()
-            pre.append(stream)
-            return call.with_stream(stream)
-
-        def leave(module: nn.Module, _: Any, output: Any) -> None:
-            self.returns[type(module).__name__] = form_of(output)
-            seen.append((pre[-1], residual_of(output).clone()))
-
-        def note(module: nn.Module, _: Any, output: Any) -> None:
-            self.returns[type(module).__name__] = form_of(output)
-
-        handles = []
-        try:
-            for block, branches in zip(self.anatomy.blocks, self.anatomy.branches, strict=True):
-                handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(block.register_forward_hook(leave))
-                handles += [branch.register_forward_hook(note) for branch in branches.apart_from(block)]
-            return seen, self._forward(tokens).logits
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _forward(self, tokens: Tokens) -> Any:
+    def _forward(self, tokens: Tokens, cache: Cache | None = None) -> Any:
         mask = tokens.mask.long() if tokens.padded else None
-        return self.hf_model(input_ids=tokens.ids, attention_mask=mask, use_cache=False)
+        if cache is None:
+            return self.hf_model(input_ids=tokens.ids, attention_mask=mask, use_cache=False)
+        ids = tokens.ids[:, cache.get_seq_length() :]
+        return self.hf_model(input_ids=ids, attention_mask=mask, **arguments_with(cache, self.hf_model))
 
     def _first_parameter(self) -> Tensor:
         return next(p for p in self.hf_model.parameters() if p.is_floating_point())

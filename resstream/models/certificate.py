@@ -20,10 +20,12 @@ class Certificate:
     Attributes:
         check: the identity and its measured error.
         returns: for each class of block and branch, how many values it returns, and in what (None: a bare tensor).
+        reuses_left: whether a suffix with its left context computes what the full width does.
     """
 
     check: Check
     returns: dict[str, tuple[str, int] | None]
+    reuses_left: bool
 
 
 def recall(folder: Path, *settings: Any) -> Certificate | None:
@@ -31,7 +33,7 @@ def recall(folder: Path, *settings: Any) -> Certificate | None:
     try:
         kept = json.loads(_place(folder, settings).read_text(encoding="utf-8"))
         returns = {name: None if form is None else (form[0], form[1]) for name, form in kept["returns"].items()}
-        return Certificate(Check(**kept["check"]), returns)
+        return Certificate(Check(**kept["check"]), returns, kept["reuses_left"] is True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # none was kept, or something else wrote there
 

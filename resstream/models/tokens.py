@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -11,9 +13,29 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from resstream.errors import PromptError
+from resstream.models.text import Substring, Text, text_readers
 
 Prompts: TypeAlias = "str | Sequence[str] | Tensor | Mapping[str, Any] | Tokens"
-Positions: TypeAlias = "int | Sequence[int] | slice | None"
+
+
+@dataclass(frozen=True)
+class PerPrompt:
+    """Positions that differ from prompt to prompt.
+
+    >>> import resstream as rs
+    >>> tokens = rs.load("smollm2").tokenize(["The cat sat", "A dog"])
+    >>> tokens.at(rs.PerPrompt(((0, 2), (1,)))).tolist()
+    [[True, False, True], [False, True, False]]
+
+    Args:
+        positions: the positions of each prompt, in the order of the prompts; negative ones count from its end.
+    """
+
+    positions: tuple[tuple[int, ...], ...]
+
+
+Place: TypeAlias = int | str | Substring
+Positions: TypeAlias = Place | Sequence[Place] | slice | PerPrompt | None
 
 
 @dataclass(frozen=True)
@@ -24,11 +46,15 @@ class Tokens:
         ids: token ids, padded on the right with any valid id.
         lengths: number of real tokens of each prompt.
         strings: the text of each real token, for labels.
+        forced: how many of each prompt's real tokens, at its end, are an answer that it is made to give; () for none.
+        texts: what finds each prompt's own text and spans when a piece of it is looked for; () where there is no text.
     """
 
     ids: Int[Tensor, "prompt pos"]
     lengths: tuple[int, ...]
     strings: tuple[tuple[str, ...], ...]
+    forced: tuple[int, ...] = ()
+    texts: tuple[Callable[[], Text], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,6 +75,17 @@ class Tokens:
         ends = torch.tensor(self.lengths, device=self.ids.device)
         return torch.arange(self.width, device=self.ids.device)[None] < ends[:, None]
 
+    @property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Number of each prompt's own tokens, which are all but the forced ones."""
+        forced = self.forced or (0,) * len(self)
+        return tuple(length - extra for length, extra in zip(self.lengths, forced, strict=True))
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The position of each prompt's own last token, from which its answer is predicted."""
+        return tuple(length - 1 for length in self.own_lengths)
+
     def take(self, prompts: Sequence[int]) -> Tokens:
         """The batch whose rows are these prompts, in this order, with repeats allowed."""
         return replace(
@@ -56,34 +93,67 @@ class Tokens:
             ids=self.ids[list(prompts)],
             lengths=tuple(self.lengths[i] for i in prompts),
             strings=tuple(self.strings[i] for i in prompts),
+            forced=tuple(self.forced[i] for i in prompts) if self.forced else (),
+            texts=tuple(self.texts[i] for i in prompts) if self.texts else (),
         )
 
     def alone(self, prompt: int) -> Tokens:
         """One prompt without padding."""
-        only = self.take([prompt])
-        return replace(only, ids=only.ids[:, : only.lengths[0]])
+        return self.take([prompt]).narrow()
+
+    def narrow(self) -> Tokens:
+        """The same prompts in as few columns as the longest of them needs."""
+        return replace(self, ids=self.ids[:, : max(self.lengths)])
 
     def at(self, positions: Positions) -> Bool[Tensor, "prompt pos"]:
-        """True at the chosen positions of every prompt; negative ones count from each prompt's own last token.
+        """True at the chosen positions of every prompt, counted among its own tokens.
 
+        Args:
+            positions: numbers, negative ones from each prompt's own last token; a slice; "last"; any other text, for
+                the tokens that overlap it (a `Substring` says which occurrence); several of these; a `PerPrompt`; or
+                None for every real token, forced ones included.
         Raises:
-            PromptError: a prompt that has no such position.
+            PromptError: a position or a text that a prompt does not have, or a text that it has twice.
         """
         if positions is None:
             return self.mask
+        if isinstance(positions, PerPrompt) and len(positions.positions) != len(self):
+            raise PromptError(
+                f"positions for {len(positions.positions)} prompts, but there are {len(self)}; give some for each one"
+            )
         chosen = torch.zeros_like(self.mask)
-        for row, length in enumerate(self.lengths):
-            if isinstance(positions, slice):
-                chosen[row, range(length)[positions]] = True
-                continue
-            for position in [positions] if isinstance(positions, int) else positions:
-                if not -length <= position < length:
-                    raise PromptError(
-                        f"no position {position}: prompt {row} has {length} tokens {list(self.strings[row])}; "
-                        f"use {-length} to {length - 1}"
-                    )
-                chosen[row, position % length] = True
+        for row in range(len(self)):
+            here = positions.positions[row] if isinstance(positions, PerPrompt) else positions
+            chosen[row, self._columns(row, here)] = True
         return chosen
+
+    def _columns(self, row: int, positions: Place | Sequence[Place] | slice) -> list[int]:
+        if isinstance(positions, (int, Integral)):
+            return [self._column(row, int(positions))]
+        if isinstance(positions, slice):
+            return list(range(self.own_lengths[row])[positions])
+        if isinstance(positions, str):
+            return [self.last[row]] if positions == "last" else self._overlapping(row, Substring(positions))
+        if isinstance(positions, Substring):
+            return self._overlapping(row, positions)
+        return [column for place in positions for column in self._columns(row, place)]
+
+    def _column(self, row: int, position: int) -> int:
+        length = self.own_lengths[row]
+        if not -length <= position < length:
+            raise PromptError(
+                f"no position {position}: prompt {row} has {length} tokens {list(self.strings[row][:length])}; "
+                f"use {-length} to {length - 1}"
+            )
+        return position % length
+
+    def _overlapping(self, row: int, piece: Substring) -> list[int]:
+        if not self.texts:
+            raise PromptError(
+                f"cannot look for {piece.text!r} in prompt {row}: token ids without a tokenizer have no text; "
+                'give positions as numbers, or "last"'
+            )
+        return piece.tokens_of(self.texts[row](), self.strings[row][: self.own_lengths[row]], row)
 
 
 def tokenize(prompts: Prompts, *, tokenizer: Any, vocab_size: int, max_positions: int | None, model: str) -> Tokens:
@@ -102,23 +172,23 @@ def tokenize(prompts: Prompts, *, tokenizer: Any, vocab_size: int, max_positions
     if isinstance(prompts, Tokens):
         return prompts
     if isinstance(prompts, Tensor):
-        rows = _rows_of(prompts, None)
+        rows, texts = _rows_of(prompts, None), None
     elif isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
             raise PromptError(f"a mapping of tensors needs 'input_ids'; found {sorted(prompts)}")
-        rows = _rows_of(prompts["input_ids"], prompts.get("attention_mask"))
+        rows, texts = _rows_of(prompts["input_ids"], prompts.get("attention_mask")), None
     else:
-        rows = _rows_of_texts([prompts] if isinstance(prompts, str) else list(prompts), tokenizer, model)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        rows = _rows_of_texts(texts, tokenizer, model)
     if not rows:
         raise PromptError("no prompts were given: pass a text, or a list with at least one")
     for number, row in enumerate(rows):
         _require_readable(number, row, vocab_size, max_positions, model)
-    width = max(map(len, rows))
     return Tokens(
-        # The padding repeats a real token: models may turn pad ids into masks or zero vectors of their own.
-        ids=torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows]),
+        ids=_padded(rows),
         lengths=tuple(map(len, rows)),
         strings=tuple(tuple(token_string(tokenizer, token) for token in row) for row in rows),
+        texts=text_readers(rows, texts, tokenizer),
     )
 
 
@@ -126,7 +196,44 @@ def join(first: Tokens, second: Tokens) -> Tokens:
     """Two batches as one; the shorter rows are padded on."""
     width = max(first.width, second.width)
     rows = [torch.cat([ids, ids[-1:].expand(width - len(ids))]) for tokens in (first, second) for ids in tokens.ids]
-    return Tokens(torch.stack(rows), first.lengths + second.lengths, first.strings + second.strings)
+    lengths, own = first.lengths + second.lengths, first.own_lengths + second.own_lengths
+    return Tokens(
+        torch.stack(rows),
+        lengths,
+        first.strings + second.strings,
+        forced=tuple(all_ - its for all_, its in zip(lengths, own, strict=True)) if lengths != own else (),
+        texts=first.texts + second.texts if first.texts and second.texts else (),
+    )
+
+
+def force(tokens: Tokens, answers: Sequence[Sequence[int]], *, tokenizer: Any, max_positions: int | None) -> Tokens:
+    """Each prompt with the tokens of an answer after it, which it is made to give.
+
+    Args:
+        tokens: prompts that are not followed by an answer yet.
+        answers: token ids to stand after each prompt.
+        tokenizer: the model's tokenizer, for labels.
+        max_positions: longest prompt that the model can read, or None.
+    Raises:
+        PromptError: a prompt that has an answer already, or that is too long with it.
+    """
+    if any(tokens.forced):
+        raise PromptError("these prompts are followed by an answer already; give the prompts alone")
+    rows = [[*ids[:n].tolist(), *more] for ids, n, more in zip(tokens.ids, tokens.lengths, answers, strict=True)]
+    for number, (row, more) in enumerate(zip(rows, answers, strict=True)):
+        if max_positions is not None and len(row) > max_positions:
+            raise PromptError(
+                f"prompt {number} has {len(row)} tokens, the {len(more)} of its answer that are run included, but the "
+                f"model reads at most {max_positions}; shorten the prompt"
+            )
+    spelled = [tuple(token_string(tokenizer, token) for token in more) for more in answers]
+    return replace(
+        tokens,
+        ids=_padded(rows).to(tokens.ids.device),
+        lengths=tuple(map(len, rows)),
+        strings=tuple(own + more for own, more in zip(tokens.strings, spelled, strict=True)),
+        forced=tuple(map(len, answers)),
+    )
 
 
 def token_string(tokenizer: Any, token: int) -> str:
@@ -151,8 +258,21 @@ def _rows_of_texts(texts: list[str], tokenizer: Any, model: str) -> list[list[in
             f"{model} was loaded without a tokenizer, so it cannot read text; "
             "pass token ids as a tensor, or load it with rs.load(model, tokenizer=...)"
         )
+    for number, text in enumerate(texts):
+        if text.endswith(" "):
+            warnings.warn(
+                f"prompt {number} ends in a space, {text[-20:]!r}: most tokenizers put the space before a word into "
+                "that word's token, so the model is asked for something else than the next word; drop the space",
+                stacklevel=2,
+            )
     # One at a time and unpadded, so that a tokenizer's padding side or special pad id can never move a token.
     return [list(tokenizer(text)["input_ids"]) for text in texts]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "prompt pos"]:
+    """Rows of equal length; the padding repeats a real token, as models may turn pad ids into masks of their own."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
 
 
 def _rows_of(ids: Any, mask: Any) -> list[list[int]]:

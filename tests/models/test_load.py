@@ -16,7 +16,7 @@ from torch import nn
 
 from resstream.check import Check
 from resstream.errors import LoadError, UnsupportedModelError
-from resstream.models import bundled, load
+from resstream.models import bundled, causal_lm, load
 from resstream.models.bridge import BridgeLM
 from resstream.models.causal_lm import CausalLM
 from resstream.models.certificate import Certificate, keep, recall
@@ -405,6 +405,17 @@ def test_a_second_load_is_not_proved_again(kept, proofs):
         assert second.in_float64().check.passed
 
 
+def test_what_is_known_of_the_left_context_is_kept(kept, monkeypatch):
+    monkeypatch.setattr(causal_lm, "suffixes_agree", lambda model: False)
+    assert not load("tiny").reuses_left
+    monkeypatch.undo()
+    monkeypatch.setitem(bundled.BUNDLED, "tiny", bundled.BUNDLED["smollm2"])
+    monkeypatch.setattr(bundled, "obtain", lambda name: kept)
+    assert not load("tiny").reuses_left
+    next(kept.glob("verified-*")).unlink()
+    assert load("tiny").reuses_left
+
+
 CHANGES = {
     "weights": lambda folder: SUPPORTED["llama"](tie_word_embeddings=True).save_pretrained(folder),
     "weights of the same size": lambda folder: os.utime(folder / "model.safetensors", (1, 1)),
@@ -450,7 +461,8 @@ def test_folders_that_are_not_bundled_keep_nothing(folder, proofs):
 
 
 def test_a_certificate_comes_back_as_it_was_kept(folder):
-    certificate = Certificate(Check("a = b", 1e-8, 1e-5, "layer 2"), {"Block": None, "Attention": ("tuple", 2)})
+    returns = {"Block": None, "Attention": ("tuple", 2)}
+    certificate = Certificate(Check("a = b", 1e-8, 1e-5, "layer 2"), returns, reuses_left=True)
     assert recall(folder, "cpu", "float32") is None
     keep(certificate, folder, "cpu", "float32")
     assert recall(folder, "cpu", "float32") == certificate
@@ -460,5 +472,5 @@ def test_a_certificate_comes_back_as_it_was_kept(folder):
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    keep(Certificate(Check("a = b", 0.0, 1e-5), {}), tmp_path / "nowhere")
+    keep(Certificate(Check("a = b", 0.0, 1e-5), {}, reuses_left=False), tmp_path / "nowhere")
     assert recall(tmp_path / "nowhere") is None

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream.test_read import unchecked
 from tiny import tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import resstream as rs
 from resstream.errors import PromptError
+from resstream.models.text import Text
 from resstream.models.tokens import Tokens, join, token_string, tokenize
 
 
@@ -86,10 +95,20 @@ def test_empty_prompts_are_refused():
 
 
 def test_prompts_longer_than_the_context_are_refused_not_cut():
-    assert read("w1 " * 8, tokenizer()).width == 8
-    refused("prompt 0 has 9 tokens, but toy reads at most 8; shorten the prompt", "w1 " * 9, tokenizer())
-    refused("prompt 1 has 9 tokens", ["w1", "w1 " * 9], tokenizer())
-    assert read("w1 " * 9, tokenizer(), max_positions=None).width == 9
+    eight, nine = " ".join(["w1"] * 8), " ".join(["w1"] * 9)
+    assert read(eight, tokenizer()).width == 8
+    refused("prompt 0 has 9 tokens, but toy reads at most 8; shorten the prompt", nine, tokenizer())
+    refused("prompt 1 has 9 tokens", ["w1", nine], tokenizer())
+    assert read(nine, tokenizer(), max_positions=None).width == 9
+
+
+def test_a_prompt_that_ends_in_a_space_is_warned_of(smollm2):
+    """Case 22: the space belongs to the next word's token."""
+    with pytest.warns(UserWarning, match="prompt 1 ends in a space, 'is in ': most tokenizers put the space before"):
+        tokens = smollm2.tokenize(["The Eiffel Tower is in", "is in "])
+    assert tokens.ids[1, : tokens.lengths[1]].tolist() == smollm2.tokenizer("is in ")["input_ids"], "nothing is cut"
+    for text in ("is in", "is in\n", " is in"):
+        smollm2.tokenize(text)
 
 
 # Token ids
@@ -214,6 +233,202 @@ def test_batches_join(unequal):
     assert joined.ids.tolist() == [[7, 7, 7, 7], [3, 1, 4, 2], [5, 6, 6, 6]]
     assert joined.lengths == (1, 4, 2)
     assert joined.strings[0] == ("w7",)
+
+
+@pytest.mark.parametrize("positions", [rs.PerPrompt(((0, -1), (1,))), rs.PerPrompt(((-4, 3), (-1,)))])
+def test_positions_may_differ_from_prompt_to_prompt(unequal, positions):
+    assert unequal.at(positions).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+
+
+def test_positions_for_another_number_of_prompts_are_refused(unequal):
+    with pytest.raises(PromptError, match="positions for 1 prompts, but there are 2; give some for each one"):
+        unequal.at(rs.PerPrompt(((0,),)))
+
+
+def test_numbers_of_other_libraries_are_positions(unequal):
+    with unchecked():
+        assert torch.equal(unequal.at(np.int64(-1)), unequal.at(-1))
+        assert torch.equal(unequal.at([np.int64(0), "last"]), unequal.at([0, -1]))
+
+
+def test_the_last_token_is_each_prompts_own(unequal):
+    assert unequal.at("last").int().tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+
+
+# Pieces of the text
+
+SENTENCE = "When Mary and John went to the Eiffel Tower, John gave a drink to"
+
+
+@pytest.fixture(params=["text", "ids"])
+def sentence(request, smollm2):
+    """The sentence as text, whose offsets the tokenizer knows, and as token ids, which have to be decoded."""
+    return smollm2.tokenize(SENTENCE if request.param == "text" else smollm2.tokenize(SENTENCE).ids)
+
+
+@pytest.mark.parametrize(
+    ("piece", "chosen"),
+    [
+        ("Mary", [" Mary"]),
+        (" Mary", [" Mary"]),
+        (" Eiffel", [" E", "iffel"]),
+        ("iff", ["iffel"]),
+        ("Eiffel Tower,", [" E", "iffel", " Tower", ","]),
+        ("y and", [" Mary", " and"]),
+        (rs.Substring("John"), None),
+        (rs.Substring("John", occurrence=0), [" John"]),
+        (rs.Substring("to", occurrence=-1), [" to"]),
+        (["Mary", "last"], [" Mary", " to"]),
+        (["Mary", 0, rs.Substring("John", 1)], ["When", " Mary", " John"]),
+        (SENTENCE, None),
+    ],
+)
+def test_a_piece_of_text_is_the_tokens_that_overlap_it(sentence, piece, chosen):
+    if piece == rs.Substring("John"):
+        with pytest.raises(PromptError, match="stands 2 times"):
+            sentence.at(piece)
+    elif piece == SENTENCE:
+        assert sentence.at(piece).all()
+    else:
+        assert [sentence.strings[0][at] for _, at in sentence.at(piece).nonzero().tolist()] == chosen
+
+
+def test_occurrences_are_counted_from_either_end(sentence):
+    first, second = (sentence.at(rs.Substring("John", occurrence)).nonzero()[0, 1] for occurrence in (0, 1))
+    assert sentence.strings[0][first] == sentence.strings[0][second] == " John"
+    assert first < second
+    assert sentence.at(rs.Substring("John", -1))[0, second]
+    assert sentence.at(rs.Substring("John", -2))[0, first]
+
+
+BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def overlapping_bytes(tokenizer, text, start, end):
+    """The tokens that hold a byte of some characters, from the bytes that each token of a byte-level tokenizer is."""
+    first, stop = len(text[:start].encode()), len(text[:end].encode())
+    found, place = [], 0
+    for number, token in enumerate(tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])):
+        size = len(bytes(BYTE_OF[letter] for letter in token))
+        found += [number] if place < stop and first < place + size else []
+        place += size
+    assert place == len(text.encode())
+    return found
+
+
+def pieces_are_found_to_the_byte(smollm2, text, start, end):
+    ids = smollm2.tokenizer(text)["input_ids"]
+    expected = overlapping_bytes(smollm2.tokenizer, text, start, end)
+    piece = text[start:end]
+    occurrence = sum(text.startswith(piece, at) for at in range(start))
+    for prompt in (text, torch.tensor([ids])):
+        tokens = smollm2.tokenize(prompt)
+        assert tokens.at(rs.Substring(piece, occurrence)).nonzero()[:, 1].tolist() == expected
+
+
+BROKEN = "The 東京 Tower 😀 is naïve 東 ok"
+
+
+@pytest.mark.parametrize("start", range(len(BROKEN)))
+def test_pieces_of_characters_are_found_to_the_byte(smollm2, start):
+    """Characters that are split over tokens: " 東" is three, and the first of them also holds the space."""
+    assert len(smollm2.tokenizer(" 東")["input_ids"]) == 3
+    for end in range(start + 1, min(start + 4, len(BROKEN)) + 1):
+        pieces_are_found_to_the_byte(smollm2, BROKEN, start, end)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_piece_of_any_text_is_found_to_the_byte(smollm2, data):
+    text = data.draw(
+        st.text(st.sampled_from("ab c,東京😀ïé\n1"), min_size=1, max_size=12).filter(lambda t: t[-1] != " ")
+    )
+    start = data.draw(st.integers(0, len(text) - 1))
+    pieces_are_found_to_the_byte(smollm2, text, start, data.draw(st.integers(start + 1, len(text))))
+
+
+@pytest.mark.parametrize("planted", ["touching is overlapping", "offsets by character"])
+def test_a_piece_that_is_off_is_noticed(smollm2, planted, monkeypatch):
+    """The twin of the tests above."""
+    if planted == "touching is overlapping":
+        wide = lambda text, start, end: [n for n, (a, b) in enumerate(text.spans) if a <= end and start <= b]  # noqa: E731
+        monkeypatch.setattr(Text, "tokens_between", wide)
+    else:
+        ends = lambda tokenizer, row: [len(tokenizer.decode(row[:n])) for n in range(len(row) + 1)]  # noqa: E731
+        naive = lambda tokenizer, row: Text(tokenizer.decode(row), tuple(pairwise(ends(tokenizer, row))))  # noqa: E731
+        monkeypatch.setattr("resstream.models.text._by_decoding", naive)
+    with pytest.raises((AssertionError, PromptError)):
+        test_pieces_of_characters_are_found_to_the_byte(smollm2, BROKEN.index("京"))
+
+
+def test_pieces_are_found_in_every_prompt_of_a_batch(smollm2):
+    tokens = smollm2.tokenize(["The Eiffel Tower", "Is it true that the Eiffel Tower is in Rome?"])
+    expected = [[0, 1], [0, 2], [1, 5], [1, 6]]
+    assert tokens.at("Eiffel").nonzero().tolist() == expected
+    assert tokens.take([1, 0]).at("Eiffel").nonzero().tolist() == [[0, 5], [0, 6], [1, 1], [1, 2]]
+    assert tokens.alone(0).at("Eiffel").nonzero().tolist() == [[0, 1], [0, 2]]
+    joined = join(smollm2.tokenize("An Eiffel"), tokens)
+    assert joined.at("Eiffel").nonzero().tolist() == [[0, 1], [0, 2], *([row + 1, at] for row, at in expected)]
+
+
+def test_pieces_are_found_through_other_tokenizers():
+    own = tokenizer()
+    assert read("w3 w1 w4", own).at("w1").tolist() == [[False, True, False]]
+    assert read(torch.tensor([3, 1, 4]), own).at("w1").tolist() == [[False, True, False]]
+    special = tokenizer()
+    special.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="w0 $A", special_tokens=[("w0", 0), ("w2", 2)]
+    )
+    assert read("w3 w1", special).at("w3").tolist() == [[False, True, False]], "what is added has no text"
+    ids = torch.tensor([1, 4, 2])
+    assert read(ids, sentence_piece()).at(rs.Substring("Paris", -1))[0].tolist() == [False, False, True]
+
+
+def test_edits_and_reads_take_pieces_of_text(smollm2):
+    """What is read at "Eiffel" is what is read at its two positions, and an edit there is an edit at these."""
+    prompt = "The Eiffel Tower is in"
+    by_name = rs.read(smollm2, prompt, sites="3.resid_post", positions="Eiffel")["3.resid_post"]
+    by_number = rs.read(smollm2, prompt, sites="3.resid_post", positions=[1, 2])["3.resid_post"]
+    assert by_name.shape == (1, 2, 576)
+    assert torch.equal(by_name, by_number)
+    logits = []
+    for positions in (["Eiffel", "last"], [1, 2, -1]):
+        with rs.edited(smollm2, rs.Zero("5.attn", positions=positions)) as edited, torch.no_grad():
+            logits.append(edited.logits(prompt))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        ("Jon", r"no 'Jon' in prompt 0: its tokens are \['When', ' Mary', .* name a piece of its text, a number, or"),
+        (" When", r"no ' When' in prompt 0: its tokens are \['When'.*did you mean 'When'\?"),
+        ("mary", r"no 'mary' in prompt 0: .*did you mean 'Mary'\?"),
+        (
+            "John",
+            r"'John' stands 2 times in prompt 0, at tokens \[\[3\], \[11\]\] of \['When'.*"
+            r"write rs\.Substring\('John', occurrence=0\) for the first, and so on, or -1 for the last",
+        ),
+        (rs.Substring("John", 2), r"no occurrence 2 of 'John' in prompt 0: it stands there 2 times.*use -2 to 1"),
+        (rs.Substring("John", -3), r"no occurrence -3 of 'John'"),
+    ],
+)
+def test_pieces_that_are_not_there_or_not_one_are_refused(sentence, piece, message):
+    with pytest.raises(PromptError, match=message):
+        sentence.at(piece)
+
+
+def test_other_pieces_are_refused():
+    with pytest.raises(PromptError, match="stands everywhere; give a piece of the text"):
+        rs.Substring("")
+    with pytest.raises(PromptError, match="stands everywhere"):
+        read("w3 w1", tokenizer()).at("")
+    with pytest.raises(PromptError, match=r"no token of prompt 0 stands for ' ': its tokens are \['w3', 'w1'\]"):
+        read("w3 w1", tokenizer()).at(" ")
+    with pytest.raises(
+        PromptError, match="cannot look for 'w3' in prompt 0: token ids without a tokenizer have no text"
+    ):
+        read(torch.tensor([3, 1])).at("w3")
 
 
 def test_shapes_are_checked():

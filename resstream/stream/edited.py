@@ -1,10 +1,11 @@
-"""A model under edits: a model like any other, whose stream is changed on the way."""
+"""A model under edits: a model like any other, whose stream is changed on the way, and what its branches hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 from jaxtyping import Float
@@ -12,28 +13,40 @@ from torch import Tensor
 
 from resstream.check import Check
 from resstream.errors import EditError, SiteError
+from resstream.models.left_context import LeftContext
 from resstream.models.tokens import Tokens
-from resstream.models.trunk import ResidualModel, Trunk
-from resstream.sites import ENDS, WRITES, Site, layers_from
+from resstream.models.trunk import Inside, ResidualModel, Trunk
+from resstream.sites import ENDS, INSIDE, WRITES, Site, layers_from
 from resstream.stream.edits import Edit, Reorder, Skip, Zero
+from resstream.stream.parts import part_of, with_part
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a list of edits comes to: the order of the layers, and the edits at each site, in the order given."""
+    """What a list of edits comes to: the order of the layers, and the edits at each place, in the order given.
+
+    Edits of one part, such as "5.z.3", are listed at the whole place, "5.z", together with the site that they are for.
+    """
 
     order: tuple[int, ...]
-    edits: dict[Site, tuple[Edit, ...]]
+    edits: dict[Site, tuple[tuple[Site, Edit], ...]]
 
-    def changes_inside(self, layer: int) -> bool:
-        """Whether anything between a layer's input and its output is changed."""
-        return any(Site(layer, kind) in self.edits for kind in (*WRITES, "resid_mid"))
+    def changes_writes(self, layer: int) -> bool:
+        """Whether anything is changed between a layer's input and its output but outside what a branch computes."""
+        return any(Site(layer, kind) in self.edits for kind in (*WRITES, "resid_mid", "head"))
 
     def apply(self, site: Site, value: Tensor, tokens: Tokens) -> Tensor:
-        """Run the edits of one site."""
-        for edit in self.edits.get(site, ()):
-            value = edit.apply(value, tokens)
+        """Run the edits of one place."""
+        for at, edit in self.edits.get(site, ()):
+            value = with_part(value, at, edit.apply(part_of(value, at), tokens, at))
         return value
+
+    def inside(self, layer: int, tokens: Tokens, then: Inside | None, branches: Sequence[str]) -> Inside:
+        """What is changed inside branches of a layer, and then passed to other functions."""
+        then = {kind: function for kind, function in (then or {}).items() if Site(layer, kind).branch in branches}
+        places = [Site(layer, kind) for kind in INSIDE if kind != "head" and Site(layer, kind).branch in branches]
+        changes = {place.kind: partial(self.apply, place, tokens=tokens) for place in places if place in self.edits}
+        return {kind: _one_after_other(changes.get(kind), then.get(kind)) for kind in changes.keys() | then.keys()}
 
 
 @dataclass(frozen=True)
@@ -63,20 +76,40 @@ class EditedTrunk(Trunk):
         """The state at a boundary after the edits that are made there."""
         return self.plan.apply(site, x, self.tokens)
 
-    def layer(self, layer: int, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def layer(
+        self, layer: int, x: Float[Tensor, "batch pos d_model"], inside: Inside | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
         """The stream after a layer that reads `x`, edits inside it and at its output included."""
-        if not self.plan.changes_inside(layer):
-            x = self.base.layer(layer, x)
+        if not self.plan.changes_writes(layer):
+            changes = self.plan.inside(layer, self.tokens, inside, WRITES)
+            x = self.base.layer(layer, x, changes) if changes else self.base.layer(layer, x)
         elif self.parallel:
-            x = x + self.write(Site(layer, "attn"), x) + self.write(Site(layer, "mlp"), x)
+            x = x + self.write(Site(layer, "attn"), x, inside) + self.write(Site(layer, "mlp"), x, inside)
         else:
-            x = self.at(Site(layer, "resid_mid"), x + self.write(Site(layer, "attn"), x))
-            x = x + self.write(Site(layer, "mlp"), x)
+            x = self.at(Site(layer, "resid_mid"), x + self.write(Site(layer, "attn"), x, inside))
+            x = x + self.write(Site(layer, "mlp"), x, inside)
         return self.at(Site(layer, "resid_post"), x)
 
-    def write(self, site: Site, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """What a branch adds, after the edits of its write."""
-        return self.at(site, self.base.write(site, x))
+    def write(
+        self, site: Site, x: Float[Tensor, "batch pos d_model"], inside: Inside | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What a branch adds, after the edits of its write, of its heads, and of what is inside it."""
+        changes = self.plan.inside(site.layer, self.tokens, inside, (site.kind,))
+        heads, found = Site(site.layer, "head"), dict[str, Tensor]()
+        edits_heads = site.kind == "attn" and heads in self.plan.edits
+        if edits_heads:
+            changes = {**changes, "z": _one_after_other(changes.get("z"), partial(found.setdefault, "z"))}
+        written = self.base.write(site, x, changes) if changes else self.base.write(site, x)
+        if edits_heads:
+            own = self.base.head_writes(site.layer, found["z"])
+            written = written + (self.plan.apply(heads, own, self.tokens) - own).sum(dim=2)
+        return self.at(site, written)
+
+    def head_writes(
+        self, layer: int, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos head d_model"]:
+        """What each head adds to the stream, after the edits of its write."""
+        return self.plan.apply(Site(layer, "head"), self.base.head_writes(layer, z), self.tokens)
 
 
 class EditedModel(ResidualModel):
@@ -103,6 +136,20 @@ class EditedModel(ResidualModel):
         return self.base.dtype
 
     @property
+    def parts(self) -> Mapping[str, int]:
+        """The parts of the base model's branches."""
+        return self.base.parts
+
+    @property
+    def checks_inside(self) -> Mapping[str, Check]:
+        """The base model's proofs of where they are."""
+        return self.base.checks_inside
+
+    def why_not(self, kind: str) -> str:
+        """Why the base model lacks a kind of site inside its branches."""
+        return self.base.why_not(kind)
+
+    @property
     def layers(self) -> Sequence[int]:
         """The layers that run, in their own order and each once, however often it runs."""
         return sorted(set(self.plan.order))
@@ -125,8 +172,10 @@ class EditedModel(ResidualModel):
             raise SiteError(f'no site "{site}": layer {site.layer} of {self.name} is skipped; name a layer that runs')
         return site
 
-    def trunk(self, tokens: Tokens) -> EditedTrunk:
-        """Open the stream of the base model, with the edits on it."""
+    def trunk(self, tokens: Tokens, *, left: LeftContext | None = None, keep: bool = False) -> EditedTrunk:
+        """Open the stream of the base model, with the edits on it, at full width: edits may act at every position."""
+        if keep or (left is not None and left.until):
+            self.require_left()
         return EditedTrunk(self.base.trunk(tokens), self.plan, self.layout == "parallel")
 
     def readout(
@@ -159,7 +208,9 @@ def edited(model: ResidualModel, *edits: Edit | Skip | Reorder) -> Iterator[Edit
     >>> logits.shape
     torch.Size([1, 9, 49152])
 
-    Edits at one site act in the order in which they are given. Gradients flow through all of them.
+    Edits at one site act in the order in which they are given. Gradients flow through all of them. An edit of a head's
+    write, such as rs.Zero("5.head.3"), changes the attention write by as much as it changes the head's; any other edit
+    inside a branch, such as rs.Scale("2.neuron.17", 0), changes the value there, and the branch goes on from it.
 
     Args:
         model: a model from `load`, or one that is already edited.
@@ -169,14 +220,27 @@ def edited(model: ResidualModel, *edits: Edit | Skip | Reorder) -> Iterator[Edit
     Raises:
         SiteError: a site or layer that the model does not have.
         EditError: a value that does not fit its site, or something that is not an edit.
+        UnsupportedModelError: a model that changes the stream itself between its writes, or in which a place inside a
+            branch cannot be told apart or proved.
     """
+    model.require_plain_trunk("an edit of the stream")
     base, plan = (model.base, model.plan) if isinstance(model, EditedModel) else (model, _no_edits(model))
     order = _order(model, plan.order, edits)
     target = EditedModel(base, Plan(order, plan.edits))
     at = {site: list(found) for site, found in plan.edits.items()}
     for edit in _at_sites(target, edits):
-        at.setdefault(target.site(edit.site), []).append(edit.prepare(model))
+        site = target.site(edit.site)
+        if site.is_inside:
+            model.require_inside(site.kind)
+        at.setdefault(site.whole, []).append((site, edit.prepare(model)))
     yield EditedModel(base, Plan(order, {site: tuple(found) for site, found in at.items()}))
+
+
+def _one_after_other(
+    first: Callable[[Tensor], Tensor] | None, second: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor]:
+    functions = [function for function in (first, second) if function is not None]
+    return lambda value: reduce(lambda found, function: function(found), functions, value)
 
 
 def require_unedited(model: ResidualModel, measure: str) -> None:
@@ -215,6 +279,8 @@ def _at_sites(model: ResidualModel, edits: Sequence[Edit | Skip | Reorder]) -> I
         elif isinstance(edit, Skip) and isinstance(edit.what, str):
             site = model.site(edit.what)
             if not site.is_write:
+                if site.is_inside:
+                    raise EditError(f'Skip("{edit.what}") names a value inside a branch; use Zero("{edit.what}")')
                 raise EditError(
                     f'Skip("{edit.what}") names a state of the stream, which cannot be left out; '
                     f'skip a layer, Skip({site.layer}), or a branch, Skip("{site.layer}.attn")'

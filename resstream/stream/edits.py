@@ -16,17 +16,19 @@ from resstream.errors import EditError
 from resstream.models.tokens import Positions, Prompts, Tokens
 from resstream.models.trunk import ResidualModel
 from resstream.sites import Site
+from resstream.stream.parts import at_positions
 from resstream.stream.read import read
 
-Value: TypeAlias = Float[Tensor, "batch pos d_model"]
+# "batch pos d_model" on the stream; a pattern is "batch head query key", other values inside a branch "batch pos ...".
+Value: TypeAlias = Float[Tensor, "batch ..."]
 
 
 @dataclass(frozen=True)
 class Edit(ABC):
-    """A change at one site of the stream, at some positions of every prompt.
+    """A change at one site, on the stream or inside a branch, at some positions of every prompt.
 
     Attributes:
-        site: the place, such as "7.attn" or "12.resid_post".
+        site: the place, such as "7.attn", "12.resid_post" or "5.head.3".
         positions: an index, several, or a slice, counted within each prompt (-1 is its last token); None means all.
     """
 
@@ -41,9 +43,10 @@ class Edit(ABC):
         """Check the edit against the model that it is meant for, and read what it needs from its reference prompts."""
         return replace(self, site=str(model.site(self.site)))
 
-    def apply(self, value: Value, tokens: Tokens) -> Value:
+    def apply(self, value: Value, tokens: Tokens, site: Site) -> Value:
         """Change a value at the chosen positions, and leave every other position bit-equal."""
-        return torch.where(tokens.at(self.positions)[..., None], self.change(value, tokens), value)
+        chosen = at_positions(tokens.at(self.positions), value, site)
+        return torch.where(chosen, self.change(value, tokens), value)
 
     def _fit(self, given: Tensor, value: Value) -> Value:
         given = torch.as_tensor(given).to(value)
@@ -51,8 +54,8 @@ class Edit(ABC):
             return given.expand_as(value)
         except RuntimeError:
             raise EditError(
-                f'{type(self).__name__} at "{self.site}" got a tensor of shape {list(given.shape)}, but the stream '
-                f"there is {list(value.shape)} (prompt, position, d_model); give one that broadcasts to it, such as a "
+                f'{type(self).__name__} at "{self.site}" got a tensor of shape {list(given.shape)}, but what is there '
+                f"has the shape {list(value.shape)} ({_axes(self.site)}); give one that broadcasts to it, such as a "
                 f"vector of {value.shape[-1]} numbers"
             ) from None
 
@@ -122,7 +125,7 @@ class Mean(Edit):
 
     def prepare(self, model: ResidualModel) -> Edit:
         """Read the reference prompts and take their mean."""
-        site = str(model.site(self.site))
+        site = _site_of_prompts(self, model)
         return Replace(site, mean_write(read_one(model, self.prompts, site)), positions=self.positions)
 
     def change(self, value: Value, tokens: Tokens) -> Value:
@@ -144,7 +147,7 @@ class Resample(Edit):
 
     def prepare(self, model: ResidualModel) -> Edit:
         """Read the reference prompts; one is drawn for each prompt when that prompt is run."""
-        site = str(model.site(self.site))
+        site = _site_of_prompts(self, model)
         return _Donated(site, read_one(model, self.prompts, site), self.seed, positions=self.positions)
 
     def change(self, value: Value, tokens: Tokens) -> Value:
@@ -164,6 +167,10 @@ class Noise(Edit):
 
     std: float
     seed: int = 0
+
+    def prepare(self, model: ResidualModel) -> Edit:
+        """Check the edit against the model that it is meant for."""
+        return replace(self, site=_site_of_prompts(self, model))
 
     def change(self, value: Value, tokens: Tokens) -> Value:
         """The old value plus noise of standard deviation `std`, in the stream's own units."""
@@ -238,15 +245,36 @@ class _Donated(Edit):
         return new
 
 
-def read_one(model: ResidualModel, prompts: Prompts, site: str | Site) -> tuple[Float[Tensor, "pos d_model"], ...]:
+def read_one(model: ResidualModel, prompts: Prompts, site: str | Site) -> tuple[Float[Tensor, "pos ..."], ...]:
     """What each reference prompt has at a site, cut to its real tokens."""
     stream = read(model, prompts, sites=[str(site)])
     return tuple(value[:length] for value, length in zip(stream[site], stream.tokens.lengths, strict=True))
 
 
-def mean_write(values: Sequence[Float[Tensor, "_ d_model"]]) -> Float[Tensor, " d_model"]:
+def mean_write(values: Sequence[Float[Tensor, "_ ..."]]) -> Tensor:
     """The mean over all positions of all prompts, in float64 so that batching cannot move it."""
     return torch.cat([value.double() for value in values]).mean(dim=0)
+
+
+def _site_of_prompts(edit: Edit, model: ResidualModel) -> str:
+    """The site of an edit that puts there what does not depend on the prompt's length, which a pattern always does."""
+    site = model.site(edit.site)
+    if site.kind == "pattern":
+        raise EditError(
+            f'{type(edit).__name__} at "{site}": a pattern has as many columns as its prompt has tokens, so it has no '
+            "mean, sample or noise that fits every prompt; use Replace, Scale, Zero or Apply with a pattern of your own"
+        )
+    return str(site)
+
+
+def _axes(site: str) -> str:
+    """The axes of what is at a site, in words."""
+    _, kind, *part = site.split(".")
+    axes = {"head": "head, d_model", "neuron": "neuron", **dict.fromkeys(("z", "q", "k", "v"), "head, d_head")}
+    if kind == "pattern":
+        return "prompt, query, key" if part else "prompt, head, query, key"
+    own = axes.get(kind, "d_model").split(", ")
+    return ", ".join(["prompt", "position", *(own[1:] if part else own)])
 
 
 def _unprepared(edit: Edit) -> str:

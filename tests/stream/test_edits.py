@@ -12,6 +12,7 @@ from tiny import LAYERS, apart, blocks_of, some_ids, state_of, tokenizer
 import resstream as rs
 from resstream.errors import EditError, PromptError, SiteError
 from resstream.models.causal_lm import CausalTrunk
+from resstream.sites import Site
 
 NAMES = ("gpt2", "llama", "neox_parallel", "gemma2", "granite")
 LENGTH = 7
@@ -150,7 +151,9 @@ def test_edits_of_an_edited_model_come_on_top(name, hf_model, model):
 # Mean and Resample: what stands in for a value comes from reference prompts
 
 
-REFERENCE = [f"w{number} w2 w3 w4 w5 w6 w{number} w8 w9"[: 3 * length] for number, length in enumerate((9, 4, 2, 7, 5))]
+REFERENCE = [
+    f"w{number} w2 w3 w4 w5 w6 w{number} w8 w9"[: 3 * length].strip() for number, length in enumerate((9, 4, 2, 7, 5))
+]
 
 
 def by_hand(name, hf_model, model, site):
@@ -604,5 +607,5 @@ def test_a_reference_that_is_too_short(toy):
 @pytest.mark.parametrize("edit", [rs.Mean("1.attn", "w1 w2"), rs.Resample("1.attn", "w1 w2")])
 def test_an_edit_that_never_met_a_model(edit, toy):
     with pytest.raises(EditError) as error:
-        edit.apply(torch.zeros(1, 2, 32), toy.tokenize("w1 w2"))
+        edit.apply(torch.zeros(1, 2, 32), toy.tokenize("w1 w2"), Site(1, "attn"))
     assert says(error, type(edit).__name__, "reads its prompts through a model", "rs.edited(model, edit)")

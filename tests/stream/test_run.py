@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,8 +18,8 @@ import resstream as rs
 from resstream.models.causal_lm import CausalTrunk
 from resstream.sites import Site
 from resstream.stream import run as run_module
-from resstream.stream.read import trace
-from resstream.stream.run import Base, Row, entries, entry_after, run
+from resstream.stream.rows import Base, Put, Row, boundaries, entry_after
+from resstream.stream.run import run, score_all
 
 NAMES = ("gpt2", "llama", "neox_parallel", "gemma2")
 PROMPTS = ["w1 w2 w3 w4 w5 w6", "w9 w8 w7", "w3 w1 w4 w1 w5", "w7 w2 w9"]
@@ -43,13 +44,26 @@ def model(name, hf_model):
     return rs.load(hf_model, name=name, tokenizer=tokenizer())
 
 
+def entries(model):
+    """The states that a row can join at."""
+    middles = [] if model.layout == "parallel" else [Site(layer, "resid_mid") for layer in range(LAYERS)]
+    return [*boundaries(model)[:-1], *middles, boundaries(model)[-1]]
+
+
 def base_of(model, metric=None, prompts=PROMPTS):
     """A base run of some prompts, and its metric as a function of last residuals."""
     tokens = model.tokenize(prompts)
-    with torch.no_grad():
-        values, final = trace(model, model.trunk(tokens), entries(model))
-        score = (metric or rs.logit_diff(4, 5)).bind(model, tokens, final)
-        return Base(tokens, values, score(final, range(len(tokens)))), score
+    base = Base.of(model, tokens, entries(model))
+    return base, (metric or rs.logit_diff(4, 5)).bind(model, tokens, base.final)
+
+
+def scores_of(base, score):
+    return score_all([score], base)[:, 0]
+
+
+def scored(model, base, rows, score, **options):
+    """The one score of each row."""
+    return run(model, base, rows, [score], score_all([score], base), **options)[:, 0]
 
 
 def difference(logits):
@@ -60,6 +74,7 @@ def difference(logits):
 def rows_and_hooks(model, base):
     """Rows of every kind, and for each the prompt and the changes that make a plain run the same."""
     pairs = []
+    everywhere = Put(VECTOR.expand(base.tokens.width, -1))
     for prompt in range(len(PROMPTS)):
         for number, site in enumerate(entries(model)):
             position = number % base.tokens.lengths[prompt]
@@ -69,13 +84,12 @@ def rows_and_hooks(model, base):
         for layer in range(LAYERS):
             for kind in ("attn", "mlp"):
                 enter = Site(layer - 1 if layer else 0, "resid_pre")
-                plain = partial(lambda enter, prompt: base.values[enter][prompt], enter, prompt)
-                written = {Site(layer, kind): VECTOR}
-                pairs.append((Row(prompt, enter, plain, written), {f"{layer}.{kind}": lambda v: VECTOR.expand_as(v)}))
+                written = {Site(layer, kind): everywhere}
+                pairs.append((Row(prompt, enter, None, written), {f"{layer}.{kind}": lambda v: VECTOR.expand_as(v)}))
                 pairs.append(
-                    (Row(prompt, enter, plain, {Site(layer, kind): None}), {f"{layer}.{kind}": torch.zeros_like})
+                    (Row(prompt, enter, None, {Site(layer, kind): None}), {f"{layer}.{kind}": torch.zeros_like})
                 )
-        several = {Site(0, "mlp"): None, Site(1, "attn"): VECTOR, Site(1, "mlp"): None}
+        several = {Site(0, "mlp"): None, Site(1, "attn"): everywhere, Site(1, "mlp"): None}
         hooks = {"0.mlp": torch.zeros_like, "1.attn": lambda v: VECTOR.expand_as(v), "1.mlp": torch.zeros_like}
         start = partial(lambda prompt: base.values[Site(0, "resid_pre")][prompt] + VECTOR, prompt)
         hooks = {"0.resid_pre": lambda v: v + VECTOR, **hooks}
@@ -87,14 +101,14 @@ def rows_and_hooks(model, base):
 def every_row_is_a_plain_run(name, hf_model, model):
     base, score = base_of(model)
     pairs = rows_and_hooks(model, base)
-    found = run(model, base, [row for row, _ in pairs], score)
+    found = scored(model, base, [row for row, _ in pairs], score)
     with torch.no_grad():
         ids = [model.tokenize(prompt).ids for prompt in PROMPTS]
         expected = [difference(by_hooks(name, hf_model, ids[row.prompt], changes).logits) for row, changes in pairs]
         plain = [difference(by_hooks(name, hf_model, each).logits) for each in ids]
     assert apart(found, torch.stack(expected)) < 2 * CLOSE
-    assert apart(base.scores, torch.stack(plain)) < 2 * CLOSE
-    moved = [abs(found[i] - base.scores[row.prompt]) > 1e-5 for i, (row, _) in enumerate(pairs)]
+    assert apart(scores_of(base, score), torch.stack(plain)) < 2 * CLOSE
+    moved = [abs(found[i] - scores_of(base, score)[row.prompt]) > 1e-5 for i, (row, _) in enumerate(pairs)]
     assert sum(moved) > 0.8 * len(pairs), "and nearly each does something; the last states before the last token cannot"
 
 
@@ -114,10 +128,10 @@ def test_a_row_that_is_off_is_noticed(method, kind, name, hf_model, model, monke
 def test_a_row_equals_that_row_alone(name, model):
     base, score = base_of(model)
     rows = [row for row, _ in rows_and_hooks(model, base)]
-    together = run(model, base, rows, score)
-    alone = torch.cat([run(model, base, [row], score) for row in rows])
+    together = scored(model, base, rows, score)
+    alone = torch.cat([scored(model, base, [row], score) for row in rows])
     assert apart(together, alone) < CLOSE
-    backwards = run(model, base, rows[::-1], score)
+    backwards = scored(model, base, rows[::-1], score)
     assert apart(backwards.flip(0), together) < CLOSE
 
 
@@ -126,10 +140,10 @@ def test_a_row_equals_that_row_alone(name, model):
 def test_chunks_change_nothing(budget, name, model, monkeypatch):
     base, score = base_of(model)
     rows = [row for row, _ in rows_and_hooks(model, base)]
-    together = run(model, base, rows, score)
+    together = scored(model, base, rows, score)
     monkeypatch.setattr(run_module, "TOKENS_PER_CHUNK", budget)
     with counted(model) as count:
-        in_chunks = run(model, base, rows, score)
+        in_chunks = scored(model, base, rows, score)
     assert max(count["rows"]) == max(1, budget // 6), "a row has six positions"
     assert apart(in_chunks, together) < CLOSE
 
@@ -162,12 +176,12 @@ def test_rows_that_change_nothing_are_not_run(model):
             padded[base.tokens.lengths[prompt] :] += 1
             rows.append(Row(prompt, site, lambda padded=padded: padded))
     with counted(model) as count:
-        found = run(model, base, rows, score)
+        found = scored(model, base, rows, score)
     assert count["rows"] == []
-    assert torch.equal(found, base.scores[[row.prompt for row in rows]])
+    assert torch.equal(found, scores_of(base, score)[[row.prompt for row in rows]])
     changed = Row(0, Site(1, "resid_pre"), lambda: base.values[Site(1, "resid_pre")][0] + VECTOR)
     with counted(model) as count:
-        run(model, base, [*rows, changed], score)
+        scored(model, base, [*rows, changed], score)
     assert count["rows"] == [1] * (LAYERS - 1), "and what does change runs alone, from where it enters"
 
 
@@ -178,9 +192,9 @@ def test_a_change_of_a_thousandth_is_run(model):
     stream = base.values[site][1].clone()
     stream[0, 0] *= 1.001
     with counted(model) as count:
-        found = run(model, base, [Row(1, site, lambda: stream)], score)
+        found = scored(model, base, [Row(1, site, lambda: stream)], score)
     assert count["rows"]
-    assert not torch.equal(found[0], base.scores[1])
+    assert not torch.equal(found[0], scores_of(base, score)[1])
 
 
 def test_a_row_that_is_another_prompts_run_gets_its_score(name, hf_model, model):
@@ -188,15 +202,15 @@ def test_a_row_that_is_another_prompts_run_gets_its_score(name, hf_model, model)
     base, score = base_of(model)
     rows = [Row(1, site, lambda site=site: base.values[site][3], twins=(3,)) for site in entries(model)]
     with counted(model) as count:
-        found = run(model, base, rows, score)
+        found = scored(model, base, rows, score)
     assert count["rows"] == []
-    assert torch.equal(found, base.scores[3].expand(len(rows)))
+    assert torch.equal(found, scores_of(base, score)[3].expand(len(rows)))
     with torch.no_grad():
         expected = difference(by_hooks(name, hf_model, model.tokenize(PROMPTS[3]).ids).logits)
     assert apart(found, expected.expand(len(rows))) < 2 * CLOSE
     lengths = [Row(1, Site(0, "resid_pre"), lambda: base.values[Site(0, "resid_pre")][0], twins=(0,))]
     with counted(model) as count:
-        run(model, base, lengths, score)
+        scored(model, base, lengths, score)
     assert count["rows"], "a donor of another length is not the same run"
 
 
@@ -211,14 +225,14 @@ def test_a_metric_that_sees_the_prompt_scores_anothers_run_anew(metric, name, hf
     loss = -donor[:-1].gather(1, ids[1][0, 1:, None]).mean()
     kl = (own.exp() * (own - donor)).sum(-1).mean()
     rows = [Row(1, site, lambda site=site: base.values[site][3], twins=(3,)) for site in entries(model)]
-    found = run(model, base, rows, score)
+    found = scored(model, base, rows, score)
     assert apart(found, (loss if metric.name == "loss" else kl).expand(len(rows))) < 1e-4
-    assert not torch.allclose(found, base.scores[3].expand(len(rows)), rtol=1e-2), "the donor's own score is another"
+    assert not torch.allclose(found, scores_of(base, score)[3].expand(len(rows)), rtol=1e-2), "the donor's own score is another"
 
 
 def test_no_rows(model):
     base, score = base_of(model)
-    assert run(model, base, [], score).shape == (0,)
+    assert scored(model, base, [], score).shape == (0,)
 
 
 def test_entries(name, model):
@@ -232,29 +246,31 @@ def test_streams_are_made_late(monkeypatch):
     """No more streams are alive than one chunk has."""
     model = rs.load(ARCHITECTURES["llama"](), tokenizer=tokenizer())
     base, score = base_of(model)
-    made, finished = [], []
+    alive, most = [0], [0]
     monkeypatch.setattr(run_module, "TOKENS_PER_CHUNK", 12)
 
+    def gone():
+        alive[0] -= 1
+
     def stream():
-        made.append(len(finished))
-        return base.values[Site(0, "resid_pre")][0] + VECTOR
+        made = base.values[Site(0, "resid_pre")][0] + VECTOR
+        weakref.finalize(made, gone)
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        return made
 
-    def scored(final, prompts):
-        finished.extend(prompts)
-        return score(final, prompts)
-
-    # A row with changes is never compared with a base run, so its stream is made once.
-    run(model, base, [Row(0, Site(0, "resid_pre"), stream, {Site(1, "mlp"): None}) for _ in range(8)], scored)
-    assert len(finished) == 8
-    assert all(made.count(done) <= 3 for done in (0, 2, 4, 6)), "two a chunk, and one to learn the shape from"
+    rows = [Row(0, Site(0, "resid_pre"), stream, {Site(1, "mlp"): None}) for _ in range(8)]
+    scored(model, base, rows, score)
+    assert alive == [0]
+    assert 2 <= most[0] <= 3, "two rows of six positions a chunk, not all eight"
 
 
 def test_progress_is_shown_when_asked_for(model, capsys):
     base, score = base_of(model)
     rows = [row for row, _ in rows_and_hooks(model, base)][:5]
-    run(model, base, rows, score, progress="some rows")
+    scored(model, base, rows, score, progress="some rows")
     assert "some rows: 100%" in capsys.readouterr().err
-    run(model, base, rows, score)
+    scored(model, base, rows, score)
     assert capsys.readouterr().err == ""
 
 
@@ -264,7 +280,7 @@ def test_the_model_is_as_it_was(name):
     base, score = base_of(model)
     rows = [row for row, _ in rows_and_hooks(model, base)]
     before = state_of(hf_model)
-    run(model, base, rows, score)
+    scored(model, base, rows, score)
     assert state_of(hf_model) == before
 
     def fail(*_):
@@ -273,7 +289,7 @@ def test_the_model_is_as_it_was(name):
     handle = blocks_of(hf_model)[-1].register_forward_pre_hook(fail)
     failing = state_of(hf_model)
     with pytest.raises(Planted):
-        run(model, base, rows, score)
+        scored(model, base, rows, score)
     assert state_of(hf_model) == failing
     handle.remove()
     assert state_of(hf_model) == before

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError
 from resstream.measure.labels import texts_of, to_numpy
-from resstream.measure.metrics import Metric, as_metric, at_last
+from resstream.measure.metrics import Metric, as_metric, at_last, extended
 from resstream.measure.removal import Removable, Tree, layer_of, require_known, stages_of, stand_ins
 from resstream.measure.subsets import (
     chains,
@@ -100,6 +100,7 @@ def layer_ensemble(
         SiteError: a unit that the model does not have, or more than 16 of them where exact.
         MetricError: order totals above 2 of a sampled ensemble, or no samples.
         PromptError: reference prompts that are too short to resample from.
+        UnsupportedModelError: a model that changes the stream itself between its writes.
     Source:
         Veit, Wilber, Belongie 2016, section 3, for the ensemble; Shapley 1953; Grabisch and Roubens 1999 for the
         interaction index; Mitchell et al. 2022, Sampling Permutations for Shapley Value Estimation, for the sampling.
@@ -107,11 +108,12 @@ def layer_ensemble(
     require_known(unit, ("layer", "write"), "unit")
     require_known(how, ("skip", "mean", "resample"), "how")
     require_unedited(model, "layer_ensemble")
+    model.require_plain_trunk("layer_ensemble")
     chosen = _chosen(model, unit, units)
     exact = len(chosen) <= FEW if exact is None else exact
     _require_feasible(len(chosen), unit, exact, orders, samples)
     metric = as_metric(metric)
-    tokens = model.tokenize(prompts)
+    tokens = extended(model, model.tokenize(prompts), [metric])
     with torch.no_grad():
         start = Site(layer_of(chosen[0]), "resid_pre")
         found, final = trace(model, model.trunk(tokens), [start])

@@ -90,11 +90,13 @@ def lesion_curve(
         PromptError: a prompt of one token, which has no next token.
         MetricError: fewer than one sample.
         EditError: a model that is being edited.
+        UnsupportedModelError: a model that changes the stream itself between its writes.
     Source:
         Veit, Wilber, Belongie 2016, section 4.2 and 4.3, for delete and shuffle; Lad et al. 2024, The Remarkable
         Robustness of LLMs, for swap; Sun et al. 2024, Transformer Layers as Painters, for the others.
     """
     require_unedited(model, "lesion_curve")
+    model.require_plain_trunk("lesion_curve")
     kind, n = _kind(how), _count_units(model, unit)
     chosen = _counts(kind, counts, n, f'how="{how}"', f"{model.name} with {n} {unit}s")
     if samples < 1:

@@ -17,14 +17,14 @@ from tqdm import tqdm
 
 from resstream.check import Check
 from resstream.errors import MetricError, listed
-from resstream.measure.labels import texts_of, to_numpy
-from resstream.measure.metrics import Answer, answer_ids, require_different
+from resstream.measure.answers import Answer, answer_ids, require_different
+from resstream.measure.labels import carried_of, texts_of, to_numpy
 from resstream.models.tokens import Prompts, Tokens
-from resstream.models.trunk import ResidualModel, Trunk
+from resstream.models.trunk import ResidualModel
 from resstream.result import Result
-from resstream.sites import Site
+from resstream.sites import WRITES, Site
 from resstream.stream.edited import require_unedited
-from resstream.stream.pull import gradient, pull
+from resstream.stream.pull import Part, gradient, pull
 from resstream.stream.read import trace
 
 Gauge: TypeAlias = Literal["frozen", "jacobian", "direct"]
@@ -58,6 +58,9 @@ def logit_by_path_length(
     last residual is a sum over paths through the A_i, from the embedding and from each b_i, which counts as one hop
     itself. That adds up whatever the A_i are: the sum proves the arithmetic, and the choice, the gauge, is yours.
 
+    Where the model changes the stream itself, as a scaled skip or a norm on the trunk does, paths carry the factors of
+    that, too. What its linear map does not account for begins on the trunk, a source of its own that counts as no hop.
+
     Args:
         model: a model from `load`.
         prompts: a text, several texts, or token ids; each is expanded on its own.
@@ -69,8 +72,9 @@ def logit_by_path_length(
         progress: whether to show a progress bar.
     Returns:
         Result over (prompt, path_length): `term`, in logits; over (prompt, source, path_length): `term_from`, the same
-        by where the paths begin, "embed" or a write; and over prompts: `constant`, what the final norm and head add
-        themselves, `logit`, the sum of it all, and `kappa`, sum of |term| over |logit|: how much cancels.
+        by where the paths begin, "embed", a write, or the "trunk" of a model that changes the stream itself; and over
+        prompts: `constant`, what the final norm and head add themselves, `logit`, the sum of it all, and `kappa`, sum
+        of |term| over |logit|: how much cancels.
     Raises:
         MetricError: an answer of several tokens, or two that are the same.
         UnsupportedModelError: a branch that does not become linear when frozen.
@@ -98,11 +102,11 @@ def logit_by_path_length(
             "logit": ("prompt", [table["logit"] for table in tables]),
             "kappa": ("prompt", [abs(table["terms"].sum(0)).sum() / abs(table["logit"]) for table in tables]),
         },
-        coords={"source": ["embed", *model.writes], "text": ("prompt", texts_of(tokens))},
+        coords={"source": _sources(model), "text": ("prompt", texts_of(tokens))},
     )
     data = data.assign_coords(prompt=np.arange(len(tokens)), path_length=np.arange(data.sizes["path_length"]))
     name = f"logit of {answer!r}" if against is None else f"logit of {answer!r} - {against!r}"
-    settings = {"gauge": gauge, "meaning": MEANING[gauge], "metric": name, "units": "logits"}
+    settings = {"gauge": gauge, "meaning": MEANING[gauge], "metric": name, "units": "logits", **carried_of(model)}
     error = max(table["error"] for table in tables)
     check = Check("sum of all terms = the model's logit", error, 1e-8)
     return Result("logit_by_path_length", model.name, data, check, _headline(data, settings), settings)
@@ -120,16 +124,25 @@ def _expand(wide: ResidualModel, alone: Tokens, ids: Sequence[int], gauge: Gauge
     slope = gradient(head, final)
     value = float(head(final).detach())
     split = slope[None]
-    terms = np.zeros((1 + len(wide.writes), 1 + len(wide.steps)))
-    place = {site: 1 + number for number, site in enumerate(site for step in wide.steps for site in step)}
+    place = {source: number for number, source in enumerate(_sources(wide))}
+    terms = np.zeros((len(place), 1 + len(wide.steps)))
+    linear = partial(_linear, wide, gauge)
     for step, state in zip(reversed(wide.steps), reversed(states), strict=True):
-        x, hops = values[state], torch.zeros_like(split)
+        x, carry = values[state], wide.carry(step)
+        if carry.after is not None:
+            with torch.no_grad():
+                total = carry.passing(x) + torch.stack([trunk.write(site, x) for site in step]).sum(0)
+            split, remainder = linear("trunk", carry.after, total, split)
+            terms[place["trunk"], : len(split)] += remainder
+        hops = torch.zeros_like(split)
         for site in step:
-            written, pulled = _through(wide, trunk, site, x, split, gauge)
+            pulled, remainder = linear(site.kind, partial(trunk.write, site), x, split)
             # What the linear map does not account for starts here, and counts as one hop.
-            remainder = (split * written).sum((1, 2)) - (pulled * x).sum((1, 2))
-            terms[place[site], 1 : 1 + len(split)] = to_numpy(remainder)
+            terms[place[str(site)], 1 : 1 + len(split)] = remainder
             hops = hops + pulled
+        if carry.before is not None:
+            split, remainder = linear("trunk", carry.before, x, split)
+            terms[place["trunk"], : len(split)] += remainder
         split = pad(split, (0, 0, 0, 0, 0, 1)) + pad(hops, (0, 0, 0, 0, 1, 0))
     terms[0] = to_numpy((split * trunk.x0).sum((1, 2)))
     constant = value - float((slope * final).sum())
@@ -138,20 +151,25 @@ def _expand(wide: ResidualModel, alone: Tokens, ids: Sequence[int], gauge: Gauge
     return {"terms": terms, "constant": constant, "logit": logit, "error": error}
 
 
-def _through(
-    wide: ResidualModel, trunk: Trunk, site: Site, x: Tensor, vectors: Tensor, gauge: Gauge
-) -> tuple[Float[Tensor, "1 pos d_model"], Float[Tensor, "vector pos d_model"]]:
-    """What a branch writes, and vectors pulled back through its linear map."""
+def _linear(
+    wide: ResidualModel, gauge: Gauge, part: str, function: Part, x: Tensor, vectors: Tensor
+) -> tuple[Float[Tensor, "vector pos d_model"], Float[np.ndarray, " vector"]]:
+    """Vectors pulled back through a part's linear map, and their products with what of its value that leaves out."""
     with torch.no_grad():
-        written = trunk.write(site, x)
-    if gauge == "direct":
-        return written, torch.zeros_like(vectors)
+        value = function(x)
 
-    def branch(stream: Tensor) -> Tensor:
-        with _held(wide, site.kind, gauge):
-            return trunk.write(site, stream)
+    def held(stream: Tensor) -> Tensor:
+        with _held(wide, part, gauge):
+            return function(stream)
 
-    return written, pull(branch, x, vectors)
+    absent = gauge == "direct" and part in WRITES
+    pulled = torch.zeros_like(vectors) if absent else pull(held, x, vectors)
+    return pulled, to_numpy((vectors * value).sum((1, 2)) - (pulled * x).sum((1, 2)))
+
+
+def _sources(model: ResidualModel) -> list[str]:
+    """Where paths begin."""
+    return ["embed", *model.writes, *(["trunk"] if model.carried else [])]
 
 
 def _head(wide: ResidualModel, ids: Sequence[int], gauge: Gauge, final: Tensor) -> Tensor:
@@ -174,4 +192,5 @@ def _headline(data: xr.Dataset, settings: dict[str, Any]) -> str:
     return (
         f"{settings['metric']} = {float(first.logit):.3f} in the gauge {settings['gauge']}; "
         f"largest term {float(first.term[peak]):+.3g} at length {peak}, constant {float(first.constant):+.3g}"
+        + (f"; {settings['trunk']}" if "trunk" in settings else "")
     )

@@ -26,7 +26,7 @@ def exact_statistics(exact: Expansion, here: Bool[Tensor, " pos"], metric: str) 
     """
     # To first order, how far the metric moves when the last stream moves by its own length; a metric at its minimum,
     # such as the divergence of a run from itself, moves by rounding errors only.
-    reach = exact.top.norm() * exact.inputs[-1].norm()
+    reach = exact.top.norm() * exact.steps[-1].x.norm()
     autograd = exact.backward()[here]
     size = autograd.norm()
     if not (size > 0 and reach > NOTHING):
@@ -34,13 +34,13 @@ def exact_statistics(exact: Expansion, here: Bool[Tensor, " pos"], metric: str) 
             f"the gradient of '{metric}' is {float(size):.2g} everywhere, so there is nothing to split; "
             "give a metric that depends on the run, such as rs.logit_diff(...)"
         )
-    layers = sorted(set(exact.layers))
+    layers = sorted({step.layer for step in exact.steps})
     norms = np.zeros((len(layers), 1 + len(exact.steps)))
     shares, kappas = np.zeros_like(norms), np.zeros(len(layers))
     for number, probes in exact.descend():
         split = probes[0][:, here]
         # The last step of a layer on the way down is its first, and leaves what holds at the layer's input.
-        row, whole = layers.index(exact.layers[number]), split.sum(0)
+        row, whole = layers.index(exact.steps[number].layer), split.sum(0)
         norms[row, : len(split)] = to_numpy(split.flatten(1).norm(dim=1))
         shares[row, : len(split)] = to_numpy((split * whole).sum((1, 2)) / whole.norm() ** 2)
         kappas[row] = norms[row].sum() / float(whole.norm())

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError
 from resstream.measure.intervals import bootstrap
-from resstream.measure.labels import texts_of
-from resstream.measure.metrics import Metric, Score, as_metric
+from resstream.measure.labels import carried_of, texts_of
+from resstream.measure.metrics import Metric, Score, as_metric, extended
 from resstream.measure.path_counts import COVERAGE, count_paths
 from resstream.measure.path_statistics import (
     branch_statistics,
@@ -63,7 +63,8 @@ def path_lengths(
 
     Every write either is passed through (the factor J of its Jacobian) or is passed by (the factor 1), so the gradient
     at the start is a sum over 2^n paths. One pass down the network gives the sum of the C(n, k) paths of each length k
-    exactly, in float64. What single paths carry is sampled besides.
+    exactly, in float64. What single paths carry is sampled besides. Where the model changes the stream itself, as a
+    scaled skip or a norm on the trunk does, the factor of a path that passes by is the Jacobian K of that.
 
     Args:
         model: a model from `load`.
@@ -99,7 +100,8 @@ def path_lengths(
         PromptError: a position that a prompt does not have.
         MetricError: a metric whose gradient is zero everywhere, or a negative number of draws.
     Source:
-        Veit, Wilber, Belongie 2016, Residual Networks Behave Like Ensembles of Relatively Shallow Networks.
+        Veit, Wilber, Belongie 2016, Residual Networks Behave Like Ensembles of Relatively Shallow Networks; He et al.
+        2016, Identity Mappings in Deep Residual Networks, section 3, for factors on the trunk.
     """
     if unit not in ("write", "layer") or (by_branch and unit == "layer"):
         also = " with by_branch=True" if by_branch else ""
@@ -110,7 +112,7 @@ def path_lengths(
         raise MetricError(f"samples={samples}, signs={signs}: numbers of draws are 0 or more, such as samples=64")
     require_unedited(model, "path_lengths")
     metric = as_metric(metric)
-    tokens = model.tokenize(prompts)
+    tokens = extended(model, model.tokenize(prompts), [metric])
     seen = tokens.at(positions)
     rng = np.random.default_rng(seed)
     exact_model = model.in_float64()
@@ -146,6 +148,7 @@ def path_lengths(
         "units": metric.units,
         "coverage": COVERAGE,
         "n_paths": _spell_count(exact.widths),
+        **carried_of(model),
     }
     return Result("path_lengths", model.name, data, check, _headline(data, settings), settings)
 
@@ -202,4 +205,5 @@ def _headline(data: xr.Dataset, settings: dict[str, Any]) -> str:
             f", {COVERAGE:.0%} of Veit's histogram in lengths {int(first.effective_low)}-{int(first.effective_high)} "
             f"({float(first.effective_share):.2g} of all paths)"
         )
-    return f"{text}; kappa {float(first.kappa):.2g}"
+    carried = f"; {settings['trunk']}" if "trunk" in settings else ""
+    return f"{text}; kappa {float(first.kappa):.2g}{carried}"

@@ -20,7 +20,7 @@ from resstream.plots.canvas import (
     variable_of,
     whose,
 )
-from resstream.plots.paths import spell_number
+from resstream.plots.paths import carried_of, spell_number
 from resstream.result import Result
 
 
@@ -59,5 +59,6 @@ def draw_logit_paths(place: Place, result: Result, *, prompt: int = 0) -> Axes:
     kappa = f"κ = {spell_number(float(data.kappa))}: sizes of the terms, over that of their sum"
     ax.legend([*lines.values()], [*lines], frameon=False, fontsize=8.5)
     gauge = f"gauge {result.settings.get('gauge', '?')}: {result.settings.get('meaning', '')}"
-    title(ax, result, f"{name} in {result.model}, by length of path{whose(result, prompt)}", gauge, kappa)
+    of = f"{name} in {result.model}, by length of path{whose(result, prompt)}"
+    title(ax, result, of, gauge, kappa, *carried_of(result))
     return ax

@@ -59,7 +59,7 @@ def draw_paths(place: Place, result: Result, *, prompt: int | None = None, panel
             _require_branches(result)
         ax = place.axes(6.6, 5.4 if name == "branches" else 4.0)
         (_PANELS | _OTHERS)[name](ax, data, result)
-        title(ax, result, f"{_TITLES[name]}, {result.model}{which}")
+        title(ax, result, f"{_TITLES[name]}, {result.model}{which}", *carried_of(result))
         return ax
     figure = place.sized(11.5, 7.2)
     grid = figure.subplots(2, 2, sharex=True)
@@ -69,7 +69,8 @@ def draw_paths(place: Place, result: Result, *, prompt: int | None = None, panel
     for ax in grid[0]:
         ax.set_xlabel("")
     steps = f"{_spell_power(result)} paths through {_units(result)}, from layer {result.settings.get('start', 0)} on"
-    text, look = title_text(result, f"Gradient of {metric_of(result)[0]} in {result.model}{which}: {steps}")
+    of = f"Gradient of {metric_of(result)[0]} in {result.model}{which}: {steps}"
+    text, look = title_text(result, of, *carried_of(result))
     figure.suptitle(text, x=0.01, ha="left", **look)
     histogram: Axes = grid[1, 0]
     return histogram
@@ -85,6 +86,11 @@ def spell_number(value: float) -> str:
         return f"{value:.3g}" if value >= 100 else f"{value:.2g}"
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits} × 10{str(int(exponent)).replace('-', '⁻').translate(_SUPERSCRIPTS)}"
+
+
+def carried_of(result: Result) -> tuple[str, ...]:
+    """The line of a title that says that the trunk itself has factors; none where it has none."""
+    return (result.settings["trunk"],) if "trunk" in result.settings else ()
 
 
 def _draw_count(ax: Axes, data: xr.Dataset, result: Result) -> None:

@@ -66,7 +66,7 @@ def toy(layers=10, kind="tanh", layout="sequential", seed=0):
 def run_by_hand(model, kept):
     """The metric of a toy of which only some writes are kept, named "3.attn"."""
     x = model.embedding[IDS]
-    for layer, (attn, mlp) in enumerate(model.parts):
+    for layer, (attn, mlp) in enumerate(model.branches):
         writes = [
             part if f"{layer}.{kind}" in kept else torch.zeros_like for part, kind in ((attn, "attn"), (mlp, "mlp"))
         ]
@@ -160,9 +160,9 @@ def test_the_terms_of_a_linear_net_are_its_paths(unit):
     model = LinearToy(random_parts(4, "linear"))
     result = rs.layer_ensemble(model, IDS, TOY_METRIC, unit=unit)
     if unit == "layer":
-        hops = [lambda x, pair=pair: through(model, pair, x) - x for pair in model.parts]
+        hops = [lambda x, pair=pair: through(model, pair, x) - x for pair in model.branches]
     else:
-        hops = [part for pair in model.parts for part in pair]
+        hops = [part for pair in model.branches for part in pair]
     paths = []
     for number in range(2 ** len(hops)):
         x = model.embedding[IDS]
@@ -202,7 +202,7 @@ def rows_run(monkeypatch, *methods):
 def test_an_exact_ensemble_runs_each_unit_once_for_each_beginning(tokens, monkeypatch):
     monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", tokens)
     model = toy(12)
-    base = len(model.parts)
+    base = len(model.branches)
     seen = rows_run(monkeypatch, "layer")
     rs.layer_ensemble(model, IDS, TOY_METRIC)
     # One run more is the base run, and one the model's own.
@@ -651,7 +651,7 @@ def test_the_check_notices_values_that_do_not_add_up(tiny, monkeypatch):
 
 def test_what_is_not_a_number_has_not_passed():
     model = toy(3)
-    model.parts[1] = (lambda x: x * float("nan"), model.parts[1][1])
+    model.branches[1] = (lambda x: x * float("nan"), model.branches[1][1])
     assert not rs.layer_ensemble(model, IDS, TOY_METRIC).check.passed
 
 

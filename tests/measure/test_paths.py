@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import comb
 
@@ -19,6 +19,7 @@ import resstream as rs
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError, UnsupportedModelError
 from resstream.measure.path_counts import count_paths, effective_range, share_of_paths
+from resstream.models.carry import UNCHANGED, Carry
 from resstream.models.causal_lm import CausalTrunk
 from resstream.models.trunk import ResidualModel, Trunk
 from resstream.sites import Site
@@ -48,27 +49,50 @@ class ToyTrunk(Trunk):
         return range(self.model.n_layers)
 
     def layer(self, layer, x):
-        attn, mlp = self.model.parts[layer]
-        if self.model.layout == "parallel":
-            return x + attn(x) + mlp(x)
-        x = x + attn(x)
-        return x + mlp(x)
+        return through(self.model, self.model.branches[layer], x, self.model.maps[layer])
 
     def write(self, site, x):
-        return self.model.parts[site.layer][site.kind == "mlp"](x)
+        return self.model.branches[site.layer][site.kind == "mlp"](x)
+
+
+def same(x):
+    """What a plain trunk does to the stream: nothing."""
+    return x
+
+
+# For each branch of a layer, what the trunk does to the stream before and after that branch is added.
+Maps = tuple[tuple[Part, Part], tuple[Part, Part]]
+PLAIN: Maps = ((same, same), (same, same))
+
+
+def through(model, pair, x, maps: Maps = PLAIN):
+    """The stream after a layer, by hand; branches that are added together have the first one's maps."""
+    attn, mlp = pair
+    (before, after), (before_mlp, after_mlp) = maps
+    if model.layout == "parallel":
+        return after(before(x) + attn(x) + mlp(x))
+    x = after(before(x) + attn(x))
+    return after_mlp(before_mlp(x) + mlp(x))
 
 
 class ToyModel(ResidualModel):
-    """A residual network in float64 whose two branches in each layer are given."""
+    """A residual network in float64 whose two branches in each layer are given, and what its trunk does besides."""
 
     dtype, device = torch.float64, torch.device("cpu")
     name, tokenizer, hf_model = "toy", None, None
     d_model, n_heads, vocab_size, max_positions = WIDTH, 1, VOCAB, None
     check = Check("given", 0.0, 0.0)
 
-    def __init__(self, parts: Sequence[tuple[Part, Part]], layout: str = "sequential", seed: int = 0):
+    def __init__(
+        self,
+        branches: Sequence[tuple[Part, Part]],
+        layout: str = "sequential",
+        seed: int = 0,
+        maps: Sequence[Maps] | None = None,
+    ):
         rng = torch.Generator().manual_seed(seed)
-        self.parts, self.layout, self.n_layers = parts, layout, len(parts)
+        self.branches, self.layout, self.n_layers = branches, layout, len(branches)
+        self.maps = [PLAIN] * len(branches) if maps is None else maps
         self.embedding = torch.randn(VOCAB, WIDTH, dtype=torch.float64, generator=rng)
         self.head = torch.randn(WIDTH, VOCAB, dtype=torch.float64, generator=rng)
 
@@ -81,6 +105,10 @@ class ToyModel(ResidualModel):
 
     def own_logits(self, tokens):
         return self.readout(self.trunk(tokens).run())
+
+    def carry(self, step):
+        maps = self.maps[step[0].layer][step[0].kind == "mlp"]
+        return Carry(*(None if part is same else part for part in maps))
 
     def verify(self):
         return self.check
@@ -112,13 +140,58 @@ def random_parts(layers: int, kind: str, seed: int = 0) -> list[tuple[Part, Part
     ]
 
 
+def post_norm(seed: int) -> Part:
+    """A layer norm with scales and shifts of its own."""
+    rng = torch.Generator().manual_seed(seed)
+    scale, shift = torch.randn(2, WIDTH, dtype=torch.float64, generator=rng)
+    return lambda x: torch.nn.functional.layer_norm(x, (WIDTH,), 1 + 0.3 * scale, 0.3 * shift)
+
+
+def gate(seed: int) -> Part:
+    """The share of the stream that a highway lets pass, which depends on the stream."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=rng) / WIDTH**0.5
+    return lambda x: torch.sigmoid(1 + x @ weights) * x
+
+
+# Trunks that do something to the stream itself.
+CARRYING = {
+    "scaled skip": lambda: ToyModel(
+        random_parts(4, "tanh", seed=5), seed=5, maps=[((scaled(0.8), same), (scaled(-1.1), same))] * 4
+    ),
+    "norm on the trunk": lambda: ToyModel(
+        random_parts(4, "tanh", seed=6),
+        seed=6,
+        maps=[((same, post_norm(2 * n)), (same, post_norm(2 * n + 1))) for n in range(4)],
+    ),
+    "tanh on the trunk": lambda: ToyModel(
+        random_parts(4, "tanh", seed=7),
+        seed=7,
+        maps=[((torch.tanh, same), PLAIN[1]), (PLAIN[0], (same, torch.tanh)), PLAIN, ((torch.tanh, torch.tanh),) * 2],
+    ),
+    "parallel norm on the trunk": lambda: ToyModel(
+        random_parts(4, "tanh", seed=8),
+        layout="parallel",
+        seed=8,
+        maps=[((scaled(0.7), post_norm(0)), PLAIN[1]), PLAIN, ((same, post_norm(1)), PLAIN[1]), PLAIN],
+    ),
+    "parallel highway": lambda: ToyModel(
+        random_parts(3, "tanh", seed=9),
+        layout="parallel",
+        seed=9,
+        maps=[((gate(0), same), PLAIN[1]), ((gate(1), torch.tanh), PLAIN[1]), ((torch.tanh, same), PLAIN[1])],
+    ),
+}
+
 TOYS = {
     "linear": lambda: ToyModel(random_parts(3, "linear")),
     "tanh": lambda: ToyModel(random_parts(5, "tanh")),
     "other tanh": lambda: ToyModel(random_parts(4, "tanh", seed=1), seed=1),
     "parallel": lambda: ToyModel(random_parts(4, "tanh", seed=2), layout="parallel"),
     "linear parallel": lambda: ToyModel(random_parts(2, "linear", seed=3), layout="parallel"),
+    **CARRYING,
 }
+FEW = ["tanh", "parallel", "norm on the trunk", "parallel highway"]
 
 
 @dataclass(frozen=True)
@@ -168,50 +241,77 @@ class Paths:
         return float(self.norm.sum() / self.gradient.norm())
 
 
-def enumerate_paths(steps: Sequence[Sequence[Part]], x: torch.Tensor, metric: Part) -> Paths:
-    """Multiply out every path: at each step a hop through one branch's explicit Jacobian, or none."""
-    jacobians = []
-    start = x.detach().requires_grad_()
+@dataclass(frozen=True)
+class Sum:
+    """A step of a trunk: branches that read one state, and what is done to that before and after their sum."""
+
+    parts: Sequence[Part]
+    before: Part = same
+    after: Part = same
+
+    def total(self, x):
+        return self.before(x) + sum(part(x) for part in self.parts)
+
+    def __call__(self, x):
+        return self.after(self.total(x))
+
+    def factors(self, x):
+        """The explicit factor of a path that passes by, and of a path through each branch."""
+        outer = jacobian(self.after, self.total(x))
+        return outer @ jacobian(self.before, x), [outer @ jacobian(part, x) for part in self.parts]
+
+
+def jacobian(part: Part, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.functional.jacobian(part, x).reshape(x.numel(), x.numel())
+
+
+def enumerate_paths(steps: Sequence[Sum | list[Sum]], x: torch.Tensor, metric: Part) -> Paths:
+    """Multiply out every path, with explicit factors; a list of sums is one step, hopped where any branch in it is."""
+    factors, start, end = [], x.detach().requires_grad_(), x
     for step in steps:
-        size = x.numel()
-        jacobians.append([torch.autograd.functional.jacobian(part, x).reshape(size, size) for part in step])
-        x = x + sum(part(x) for part in step)
-    leaf = x.detach().requires_grad_()
+        inside = []
+        for some in [step] if isinstance(step, Sum) else step:
+            inside.append(some.factors(end))
+            end = some(end)
+        factors += inside if isinstance(step, Sum) else [together(inside)]
+    leaf = end.detach().requires_grad_()
     (top,) = torch.autograd.grad(metric(leaf), leaf)
-    taken, vectors = list(product(*(range(-1, len(step)) for step in steps))), []
-    for hops in taken:
+    taken, vectors = list(product(*(range(-1, len(hops)) for _, hops in factors))), []
+    for path in taken:
         vector = top.flatten()
-        for hop, matrices in zip(reversed(hops), reversed(jacobians), strict=True):
-            vector = vector if hop < 0 else matrices[hop].T @ vector
+        for hop, (passing, hops) in zip(reversed(path), reversed(factors), strict=True):
+            vector = (passing if hop < 0 else hops[hop]).T @ vector
         vectors.append(vector)
     whole = start
-    for step in steps:
-        whole = whole + sum(part(whole) for part in step)
+    for some in (some for step in steps for some in ([step] if isinstance(step, Sum) else step)):
+        whole = some(whole)
     (gradient,) = torch.autograd.grad(metric(whole), start)
     return Paths(np.array(taken), torch.stack(vectors), gradient.flatten())
 
 
-def steps_of(model: ToyModel, unit: str, start: int) -> list[list[Part]]:
-    """The steps of a toy, by hand: what each reads is what the steps below it left."""
-    layers = model.parts[start:]
-    if unit == "layer":
-        return [[lambda x, pair=pair: through(model, pair, x) - x] for pair in layers]
-    return (
-        [list(pair) for pair in layers] if model.layout == "parallel" else [[part] for pair in layers for part in pair]
-    )
+def together(inside):
+    """Several steps as one: the path that passes by all of them, and the sum of those that take at least one hop."""
+    passing, hopping = torch.eye(len(inside[0][0]), dtype=torch.float64), 0.0
+    for past, hops in inside:
+        hopping = (past + sum(hops)) @ hopping + sum(hops) @ passing if torch.is_tensor(hopping) else sum(hops)
+        passing = past @ passing
+    return passing, [hopping]
 
 
-def through(model, pair, x):
-    attn, mlp = pair
-    if model.layout == "parallel":
-        return x + attn(x) + mlp(x)
-    return x + attn(x) + mlp(x + attn(x))
+def steps_of(model: ToyModel, unit: str, start: int) -> list[Sum | list[Sum]]:
+    """The steps of a toy, by hand."""
+    layers = []
+    for (attn, mlp), maps in zip(model.branches[start:], model.maps[start:], strict=True):
+        both = [Sum((attn,), *maps[0]), Sum((mlp,), *maps[1])]
+        layers.append([Sum((attn, mlp), *maps[0])] if model.layout == "parallel" else both)
+    return layers if unit == "layer" else [some for layer in layers for some in layer]
 
 
 def toy_paths(model: ToyModel, unit: str = "write", start: int = 0) -> Paths:
     x = model.embedding[IDS]
-    for pair in model.parts[:start]:
-        x = through(model, pair, x)
+    for step in steps_of(model, "layer", 0)[:start]:
+        for some in step:
+            x = some(x)
 
     def metric(x):
         logits = (torch.nn.functional.softsign(x) @ model.head)[0, -1]
@@ -263,7 +363,7 @@ def test_the_expansion_is_every_path(case, unit):
 
 
 @pytest.mark.parametrize("unit", ["write", "layer"])
-@pytest.mark.parametrize("case", ["tanh", "parallel"])
+@pytest.mark.parametrize("case", FEW)
 def test_every_layers_spectrum_comes_on_the_way_down(case, unit):
     model = TOYS[case]()
     data = rs.path_lengths(model, IDS, METRIC, unit=unit, start=1, samples=0, signs=0).data.isel(prompt=0)
@@ -277,11 +377,12 @@ def test_every_layers_spectrum_comes_on_the_way_down(case, unit):
         assert float(here.kappa_from) == pytest.approx(every.kappa, rel=EXACT)
 
 
-@pytest.mark.parametrize("case", ["tanh", "parallel"])
+@pytest.mark.parametrize("case", FEW)
 def test_hops_through_attention_and_through_mlps(case):
     """The share of every path, added up by how many hops of either kind it takes."""
     model, every = TOYS[case](), toy_paths(TOYS[case]())
-    attn = every.hops == 0 if case == "parallel" else (every.hops == 0) & (np.arange(10) % 2 == 0)
+    first = np.arange(every.hops.shape[1]) % 2 == 0
+    attn = every.hops == 0 if model.layout == "parallel" else (every.hops == 0) & first
     counts = attn.sum(1), every.lengths - attn.sum(1)
     data = rs.path_lengths(model, IDS, METRIC, by_branch=True, samples=0, signs=0).data.isel(prompt=0)
     assert data.branch_norm.shape == (model.n_layers + 1,) * 2
@@ -304,7 +405,7 @@ def test_a_gradient_at_some_positions(positions):
 
 
 @pytest.mark.parametrize("unit", ["write", "layer"])
-@pytest.mark.parametrize("case", ["tanh", "parallel"])
+@pytest.mark.parametrize("case", FEW)
 def test_an_expansion_that_is_off_is_noticed(case, unit, monkeypatch):
     """The twin of the test above: every Jacobian is off by 0.1 %."""
     plant(monkeypatch, expand, "pull")
@@ -313,7 +414,7 @@ def test_an_expansion_that_is_off_is_noticed(case, unit, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["attn", "mlp"])
-@pytest.mark.parametrize("case", ["tanh", "parallel"])
+@pytest.mark.parametrize("case", FEW)
 def test_the_check_notices_a_planted_error(kind, case, monkeypatch):
     """A write that is off by 0.1 % no longer adds up to what its layer does."""
     plant(monkeypatch, ToyTrunk, "write", kind)
@@ -321,6 +422,112 @@ def test_the_check_notices_a_planted_error(kind, case, monkeypatch):
     assert not result.check.passed
     assert result.check.error > 1e-5
     assert "FAILED" in repr(result)
+
+
+@pytest.mark.parametrize("unit", ["write", "layer"])
+@pytest.mark.parametrize("case", CARRYING)
+def test_a_trunk_factor_that_is_forgotten_is_noticed(case, unit, monkeypatch):
+    """At one step only, while the model itself still has it."""
+    honest = ToyModel.carry
+    monkeypatch.setattr(
+        ToyModel, "carry", lambda self, step: UNCHANGED if str(step[0]) == "0.attn" else honest(self, step)
+    )
+    if unit == "write":
+        assert not rs.path_lengths(TOYS[case](), IDS, METRIC, samples=0, signs=0).check.passed
+    with pytest.raises(AssertionError):
+        the_expansion_is_every_path(TOYS[case](), unit, 0)
+
+
+@pytest.mark.parametrize("what", ["descend", "by_branch", "of_paths"])
+@pytest.mark.parametrize("case", ["scaled skip", "parallel norm on the trunk"])
+def test_a_program_that_forgets_a_trunk_factor_is_noticed(case, what):
+    """The exact sums, the split by branch, and single paths, each alone."""
+    model, every = TOYS[case](), toy_paths(TOYS[case]())
+    whole = one_expansion(model)
+    steps = [*whole.steps]
+    assert steps[2].carry is not None
+    steps[2] = replace(steps[2], carry=None)
+    for expansion, right in ((whole, True), (replace(whole, steps=steps), False)):
+        if what == "descend":
+            *_, (_, probes) = expansion.descend()
+            found = probes[0].flatten(1)
+            expected = torch.stack([every.vectors[every.lengths == n].sum(0) for n in range(len(found))])
+        elif what == "by_branch":
+            found, expected = expansion.by_branch().sum((0, 1)).flatten(), every.gradient
+        else:
+            found = torch.cat(list(expansion.of_paths(every.hops))).flatten(1)
+            expected = every.vectors
+        assert bool((found - expected).abs().max() < EXACT * expected.abs().max()) == right
+
+
+def test_what_the_trunk_does_is_said_once():
+    result = rs.path_lengths(TOYS["parallel norm on the trunk"](), IDS, METRIC, samples=4)
+    said = "trunk factors carried at 2 of 4 steps"
+    assert result.settings["trunk"] == said
+    assert repr(result).count(said) == 1
+    assert result.plot().figure.get_suptitle().count(said) == 1
+    plain = rs.path_lengths(TOYS["parallel"](), IDS, METRIC, samples=4)
+    assert "trunk" not in plain.settings
+    assert "trunk" not in repr(plain) + plain.plot().figure.get_suptitle()
+
+
+REFUSING = {
+    'ablate_layers with how="mean"': lambda model: rs.ablate_layers(model, IDS, how="mean", metric=METRIC),
+    "layer_ensemble": lambda model: rs.layer_ensemble(model, IDS, METRIC),
+    "lesion_curve": lambda model: rs.lesion_curve(model, IDS, how="delete"),
+    "an edit of the stream": lambda model: rs.edited(model, rs.Zero("0.attn")).__enter__(),
+}
+
+
+@pytest.mark.parametrize("asked", REFUSING)
+def test_what_moves_writes_refuses_a_trunk_that_changes_the_stream(asked):
+    with pytest.raises(UnsupportedModelError) as error:
+        REFUSING[asked](TOYS["tanh on the trunk"]())
+    assert says(
+        error,
+        f"{asked} needs a stream that only its writes change",
+        "toy changes the stream itself at 4 of 8 steps, first at 0.attn",
+        "use path_lengths or logit_by_path_length",
+    )
+
+
+@pytest.mark.parametrize("unit", ["layer", "attn", "mlp"])
+@pytest.mark.parametrize("case", CARRYING)
+def test_a_layer_that_is_ablated_is_passed_by_with_the_factors_of_the_trunk(case, unit):
+    model = TOYS[case]()
+    removed = {"layer": (0, 1), "attn": (0,), "mlp": (1,)}[unit]
+
+    def by_hand(layer, maps):
+        x = model.embedding[IDS]
+        for number, pair in enumerate(model.branches):
+            gone = removed if number == layer else ()
+            x = through(
+                model, [torch.zeros_like if n in gone else part for n, part in enumerate(pair)], x, maps[number]
+            )
+        logits = model.readout(x)[0, -1]
+        return float(logits[0] - logits[1])
+
+    found = rs.ablate_layers(model, IDS, unit=unit, metric=METRIC).data.metric.values[0]
+    expected = np.array([by_hand(layer, model.maps) for layer in range(model.n_layers)])
+    assert np.abs(found - expected).max() < EXACT
+    # The twin: to skip the trunk's own factors, too, gives others.
+    bare = [[*model.maps[:layer], PLAIN, *model.maps[layer + 1 :]] for layer in range(model.n_layers)]
+    assert not np.abs(found - [by_hand(layer, maps) for layer, maps in enumerate(bare)]).max() < EXACT
+
+
+@pytest.mark.parametrize("case", CARRYING)
+def test_a_carrying_trunk_is_read_as_it_runs(case):
+    """Its branches read what the trunk leaves them, and its writes are not held to add up to the next state."""
+    model = TOYS[case]()
+    stream = rs.read(model, IDS, sites=["resid_pre", "attn", "mlp", "resid_post"])
+    assert stream.check.error < 1e-15
+    assert not all(model.adds_up(layer) for layer in model.layers)
+    x = model.embedding[IDS]
+    for layer, ((attn, mlp), maps) in enumerate(zip(model.branches, model.maps, strict=True)):
+        assert torch.equal(stream[Site(layer, "attn")], attn(x))
+        mid = x if model.layout == "parallel" else maps[0][1](maps[0][0](x) + attn(x))
+        assert torch.equal(stream[Site(layer, "mlp")], mlp(mid))
+        x = through(model, (attn, mlp), x, maps)
 
 
 # Closed forms
@@ -354,6 +561,28 @@ def test_equal_scalar_jacobians_in_parallel():
     terms = np.array([comb(6, k) * 0.6**k for k in range(7)])
     assert np.abs(data.share.values - terms / terms.sum()).max() < EXACT
     assert data["count"].values.tolist() == [comb(6, k) * 2**k for k in range(7)]
+
+
+@pytest.mark.parametrize("layout", ["sequential", "parallel"])
+@pytest.mark.parametrize("skip", [0.8, 1.1, -0.5])
+def test_equal_scalar_jacobians_and_a_scaled_skip(skip, layout):
+    """c_k = C(n, k) j^k lambda^(n - k) g, with two hops of j at each step in parallel; each sum is then scaled, too."""
+    j, after, layers = 0.3, 1.25, 5
+    maps = [((scaled(skip), scaled(after)),) * 2] * layers
+    model = ToyModel([(scaled(j), scaled(j))] * layers, layout=layout, maps=maps)
+    data = rs.path_lengths(model, IDS, METRIC, samples=20, signs=2).data.isel(prompt=0)
+    n, hops = (layers, 2) if layout == "parallel" else (2 * layers, 1)
+    each = after**n * np.array([j**k * skip ** (n - k) for k in range(n + 1)])
+    counts = np.array([comb(n, k) * hops**k for k in range(n + 1)])
+    whole = (after * (hops * j + skip)) ** n
+    top = float(data.gradient_norm) / abs(whole)
+    close = EXACT * np.abs(counts * each).sum() / abs(whole)
+    assert np.abs(data.norm.values / (top * np.abs(counts * each)) - 1).max() < EXACT
+    assert np.abs(data.share.values - counts * each / whole).max() < close
+    assert np.abs(data.path_norm.values / (top * np.abs(each)) - 1).max() < EXACT
+    assert data["count"].values.tolist() == counts.tolist()
+    # The twin: without the factors of the trunk, the terms are others.
+    assert not np.abs(data.share.values - counts * j ** np.arange(n + 1) / (1 + hops * j) ** n).max() < close
 
 
 def test_branches_that_write_nothing():
@@ -430,6 +659,31 @@ def test_rms_is_the_root_of_the_sum_of_squares():
     coherent = toy_paths(model).norm
     held = [(each.rms_low.values <= coherent) & (coherent <= each.rms_high.values) for each in data]
     assert np.median(np.sum(held, axis=0)[1:-1]) <= 10
+
+
+@pytest.mark.parametrize("case", ["scaled skip", "norm on the trunk", "parallel highway"])
+def test_signs_are_of_hops_and_not_of_the_trunk(case):
+    """Over all ways to give signs to hops, the mean square is the sum of squares, exactly."""
+    model, every = TOYS[case](), toy_paths(TOYS[case]())
+    expansion = one_expansion(model)
+    shape = len(expansion.steps), max(expansion.widths)
+    signs = torch.tensor(list(product([-1.0, 1.0], repeat=shape[0] * shape[1]))).double().view(-1, *shape)
+    *_, (_, probes) = expansion.descend(signs)
+    squares = probes.flatten(2).square().sum(2)
+    assert np.abs(squares.mean(0).sqrt().numpy() / every.rms - 1).max() < EXACT
+    # A path that passes by everything has no sign, whatever the trunk does on its way.
+    assert float((probes[:, 0] - probes[0, 0]).abs().max()) == 0
+    # The twin: half of the ways have another mean.
+    some = signs.prod(2)[:, 0] * signs.prod(2)[:, 1] > 0
+    assert not np.abs(squares[some].mean(0).sqrt().numpy() / every.rms - 1).max() < EXACT
+
+
+def one_expansion(model):
+    def score(final):
+        logits = model.readout(final)[0, -1]
+        return logits[0] - logits[1]
+
+    return expand.Expansion.of(model, model.tokenize(IDS), score, unit="write")
 
 
 def test_the_seed_is_the_sample():
@@ -529,10 +783,8 @@ def llama_by_hand(hf_model, ids):
 def test_every_path_of_a_llama(unit):
     hf_model, ids = ARCHITECTURES["llama"](), some_ids(1, 4)
     writes, x0, head = llama_by_hand(hf_model, ids)
-    steps = [[write] for write in writes]
-    if unit == "layer":
-        pairs = zip(writes[::2], writes[1::2], strict=True)
-        steps = [[lambda x, a=attn, m=mlp: a(x) + m(x + a(x))] for attn, mlp in pairs]
+    sums = [Sum((write,)) for write in writes]
+    steps = sums if unit == "write" else [sums[at : at + 2] for at in range(0, len(sums), 2)]
 
     def metric(x):
         logits = head(x)[0]
@@ -694,7 +946,8 @@ def test_the_toy_is_what_it_says():
         stream = rs.read(model, IDS, sites=["resid_pre", "attn", "mlp", "resid_post"])
         assert stream.check.error < 1e-15
         x = model.embedding[IDS]
-        for layer, pair in enumerate(model.parts):
+        for layer, pair in enumerate(model.branches):
             assert torch.equal(stream[Site(layer, "resid_pre")], x)
             x = model.trunk(model.tokenize(IDS)).layer(layer, x)
-            assert torch.allclose(x, through(model, pair, stream[Site(layer, "resid_pre")]), rtol=1e-14, atol=1e-14)
+            pre = stream[Site(layer, "resid_pre")]
+            assert torch.allclose(x, through(model, pair, pre, model.maps[layer]), rtol=1e-14, atol=1e-14)

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from resstream.errors import SiteError
 from resstream.measure.labels import names_of, texts_of, to_numpy
-from resstream.measure.metrics import Metric, as_metric, at_last
-from resstream.measure.removal import How, Removable, require_known, stand_ins
+from resstream.measure.metrics import Metric, as_metric, at_last, extended
+from resstream.measure.removal import How, Removable, layer_of, require_known, stand_ins
 from resstream.models.tokens import Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result
 from resstream.sites import WRITES, Site, layers_from
 from resstream.stream.edited import require_unedited
-from resstream.stream.read import check_final, trace
-from resstream.stream.run import Base, Row, entries, run
+from resstream.stream.read import check_final
+from resstream.stream.rows import Base, Put, Row
+from resstream.stream.run import run, score_all
 
-Unit = Literal["layer", "attn", "mlp"]
+Unit = Literal["layer", "attn", "mlp", "head"]
 
 
 def ablate_layers(
@@ -31,7 +32,7 @@ def ablate_layers(
     *,
     unit: Unit = "layer",
     how: How = "skip",
-    layers: Literal["each"] | int | Sequence[int] | Sequence[Sequence[int]] = "each",
+    layers: str | int | Sequence[int | str] | Sequence[Sequence[int | str]] = "each",
     metric: Metric | Callable[[Tensor], Tensor] | None = None,
     reference: Prompts | None = None,
     seed: int = 0,
@@ -45,16 +46,18 @@ def ablate_layers(
     >>> r.data.sizes["unit"], r.data.effect.min("unit").item() < -5
     (30, True)
 
-    What is removed is what the unit adds to the stream; the layers above then run on what is left.
+    What is removed is what the unit adds to the stream; the layers above then run on what is left. What a model does to
+    the stream itself, such as a scaled skip or a norm on the trunk, stays.
 
     Args:
         model: a model from `load`.
         prompts: a text, several texts, or token ids.
-        unit: what to remove: a whole "layer", or only its "attn" or "mlp" branch.
+        unit: what to remove: a whole "layer", only its "attn" or "mlp" branch, or an attention "head".
         how: "skip" runs the model without it; "zero" puts zeros in place of its write, which on a residual stream is
             the same thing; "mean" puts its mean write over all real tokens of the reference prompts; "resample" puts,
             at each position, the write of another reference prompt, drawn at random.
-        layers: "each" one alone, a number, several numbers (each alone), or several lists (each removed together).
+        layers: "each" one alone, a number, several numbers (each alone), or several lists (each removed together). With
+            unit="head" a number stands for each head of that layer, and heads can be named, such as "5.head.3".
         metric: what to measure; by default the loss on the prompts themselves.
         reference: prompts for "mean" and "resample"; by default the prompts themselves.
         seed: which reference prompts "resample" draws.
@@ -65,70 +68,89 @@ def ablate_layers(
     Raises:
         SiteError: a layer that the model does not have, or an unknown unit or way to remove it.
         PromptError: reference prompts that are too short to resample from.
+        UnsupportedModelError: "mean" or "resample" in a model that changes the stream itself between its writes.
     Source:
         Veit, Wilber, Belongie 2016, section 4.1; McGrath et al. 2023, The Hydra Effect, for resampling.
     """
-    require_known(unit, ("layer", "attn", "mlp"), "unit")
+    require_known(unit, ("layer", "attn", "mlp", "head"), "unit")
     require_known(how, ("skip", "zero", "mean", "resample"), "how")
     require_unedited(model, "ablate_layers")
-    sets = _sets(model, layers)
-    tokens = model.tokenize(prompts)
+    if how not in ("skip", "zero"):
+        model.require_plain_trunk(f'ablate_layers with how="{how}"')
+    sets = _sets(model, layers, unit)
     metric = as_metric(metric)
+    tokens = extended(model, model.tokenize(prompts), [metric])
+    base = Base.of(model, tokens)
+    scores = [metric.bind(model, tokens, base.final)]
+    baseline = score_all(scores, base)
     with torch.no_grad():
-        values, final = trace(model, model.trunk(tokens), entries(model))
-        score = metric.bind(model, tokens, final)
-        scores = score(final, range(len(tokens)))
-        check = check_final(model, tokens, model.readout(at_last(final, tokens, range(len(tokens)))))
-        kinds = WRITES if unit == "layer" else (unit,)
-        units = [_unit(layer, kinds) for layer in range(model.n_layers)]
-        writes = stand_ins(model, tokens, reference, units, how, seed)
-        rows = [_row(values, prompt, chosen, kinds, writes[prompt]) for prompt in range(len(tokens)) for chosen in sets]
-        found = run(model, Base(tokens, values, scores), rows, score, progress="ablating" if progress else None)
+        check = check_final(model, tokens, model.readout(at_last(base.final, tokens, range(len(tokens)))))
+        units = list(dict.fromkeys(part for chosen in sets for part in chosen))
+        instead = stand_ins(model, tokens, reference, units, how, seed)
+    rows = [_row(prompt, chosen, instead[prompt], tokens.width) for prompt in range(len(tokens)) for chosen in sets]
+    found = run(model, base, rows, scores, baseline, progress="ablating" if progress else None)
     values_by_set = to_numpy(found).reshape(len(tokens), len(sets))
-    base = to_numpy(scores)
+    unablated = to_numpy(baseline[:, 0])
     dims = ("prompt", "unit")
+    effect = values_by_set - unablated[:, None]
     data = xr.Dataset(
-        {"metric": (dims, values_by_set), "effect": (dims, values_by_set - base[:, None]), "base": ("prompt", base)},
-        coords={"unit": [_name(chosen, unit) for chosen in sets], "text": ("prompt", texts_of(tokens))},
+        {"metric": (dims, values_by_set), "effect": (dims, effect), "base": ("prompt", unablated)},
+        coords={
+            "unit": ["+".join(map(str, chosen)) or "none" for chosen in sets],
+            "text": ("prompt", texts_of(tokens)),
+        },
     )
     settings = {"unit": unit, "how": how, "metric": metric.name, "units": metric.units, "layers": names_of(layers)}
     return Result("ablate_layers", model.name, data, check, _headline(data, unit, how, metric.units), settings)
 
 
-def _row(
-    values: Mapping[Site, Tensor],
-    prompt: int,
-    layers: Sequence[int],
-    kinds: Sequence[str],
-    writes: Mapping[Removable, Tensor],
-) -> Row:
-    """The run of one prompt without some layers, from below the first of them."""
-    enter = Site(min(layers, default=0), "resid_pre")
-    change: dict[Site, Tensor | None] = {Site(layer, kind): None for layer in layers for kind in kinds}
-    if writes:
-        # A layer's stand-in is one write for both its branches; the first of them carries it.
-        change |= {Site(layer, kinds[0]): writes[_unit(layer, kinds)] for layer in layers}
-    return Row(prompt, enter, lambda: values[enter][prompt], change)
+def _row(prompt: int, units: Sequence[Removable], instead: Mapping[Removable, Tensor], width: int) -> Row:
+    """The run of one prompt without some units, from below the first of them."""
+    change: dict[Site, Put | None] = {}
+    for unit in units:
+        # What stands in for a layer is one write for both its branches; the first of them carries it.
+        sites = [Site(unit, kind) for kind in WRITES] if isinstance(unit, int) else [_moved(unit)]
+        change |= dict.fromkeys(sites)
+        if unit in instead:
+            change[sites[0]] = Put(instead[unit].expand(width, -1))
+    return Row(prompt, Site(min(map(layer_of, units), default=0), "resid_pre"), change=change)
 
 
-def _unit(layer: int, kinds: Sequence[str]) -> Removable:
-    return layer if tuple(kinds) == WRITES else Site(layer, kinds[0])
+def _moved(unit: Site) -> Site:
+    """A head is removed through its z, so that whatever follows is the model's own."""
+    return Site(unit.layer, "z", unit.part) if unit.kind == "head" else unit
 
 
-def _sets(model: ResidualModel, layers: str | int | Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The sets of layers to remove; a plain list of numbers means each of them alone."""
-    groups: Sequence[Any] = [[layer] for layer in range(model.n_layers)] if layers == "each" else layers  # type: ignore[assignment]
-    if isinstance(layers, (str, int)) and layers != "each":
-        groups = [layers]
-    each = [layers_from(group, n_layers=model.n_layers, model=model.name) for group in groups]
-    if not each:
+def _sets(model: ResidualModel, layers: str | int | Sequence[Any], unit: Unit) -> list[tuple[Removable, ...]]:
+    """The sets of units to remove; a plain list means each of its members alone, a number each head of a layer."""
+    groups: Sequence[Any] = [layers] if isinstance(layers, (str, int)) and layers != "each" else layers
+    if layers == "each":
+        groups = range(model.n_layers)
+    sets: list[tuple[Removable, ...]] = []
+    for group in groups:
+        together = not isinstance(group, (int, str))
+        units = [each for member in (group if together else [group]) for each in _units(model, member, unit)]
+        chosen = sorted(set(units), key=lambda each: (layer_of(each), str(each)))
+        sets += [tuple(chosen)] if together else [(each,) for each in units]
+    if not sets:
         raise SiteError("no layers to remove; write layers='each', or a list such as [0, 5] or [[0, 5]]")
-    return [tuple(sorted(set(group))) for group in each]
+    return sets
 
 
-def _name(layers: tuple[int, ...], unit: str) -> str:
-    ending = "" if unit == "layer" else f".{unit}"
-    return "+".join(f"{layer}{ending}" for layer in layers) or "none"
+def _units(model: ResidualModel, member: int | str, unit: Unit) -> list[Removable]:
+    if unit == "head":
+        model.require_inside("z")
+        if isinstance(member, str) and member != "each":
+            site = model.site(member)
+            if site.kind != "head" or site.part is None:
+                raise SiteError(f'"{member}" is not a head; write a name such as "{site.layer}.head.0"')
+            return [site]
+    found = layers_from(member, n_layers=model.n_layers, model=model.name)
+    if unit == "layer":
+        return list(found)
+    if unit == "head":
+        return [Site(layer, "head", head) for layer in found for head in range(model.n_heads)]
+    return [Site(layer, unit) for layer in found]
 
 
 def _headline(data: xr.Dataset, unit: str, how: str, units: str) -> str:

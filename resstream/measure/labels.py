@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from resstream.models.tokens import Tokens
+from resstream.models.trunk import ResidualModel
 
 
 def prompt_coords(tokens: Tokens, name: str = "token") -> dict[str, Any]:
@@ -25,13 +26,19 @@ def prompt_coords(tokens: Tokens, name: str = "token") -> dict[str, Any]:
 
 
 def texts_of(tokens: Tokens) -> list[str]:
-    """Each prompt as text, put together from its tokens."""
-    return ["".join(strings) for strings in tokens.strings]
+    """Each prompt as text, put together from its own tokens."""
+    return ["".join(row[:own]) for row, own in zip(tokens.strings, tokens.own_lengths, strict=True)]
 
 
 def names_of(asked: str | int | Sequence[Any]) -> Any:
     """A choice of sites or layers as a plain value that a file can hold."""
     return asked if isinstance(asked, (str, int)) else [names_of(each) for each in asked]
+
+
+def carried_of(model: ResidualModel) -> dict[str, str]:
+    """What settings say about a trunk that changes the stream itself; nothing of one that does not."""
+    count = len(model.carried)
+    return {"trunk": f"trunk factors carried at {count} of {len(model.steps)} steps"} if count else {}
 
 
 def to_numpy(values: Tensor) -> np.ndarray:

@@ -12,8 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from resstream.errors import MetricError, SiteError
+from resstream.measure.answers import Answer, answer_ids
 from resstream.measure.labels import names_of, prompt_coords
-from resstream.measure.metrics import Answer, answer_ids, wide
+from resstream.measure.metrics import wide
 from resstream.models.tokens import Prompts, Tokens
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result

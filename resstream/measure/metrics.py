@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -12,10 +13,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resstream.errors import MetricError
-from resstream.models.tokens import Tokens
+from resstream.measure.answers import (
+    Answer,
+    answer_ids,
+    answer_tokens,
+    answers_of,
+    meant,
+    require_different,
+    require_forced,
+    some_of,
+    spell,
+)
+from resstream.models.tokens import Tokens, force
 from resstream.models.trunk import ResidualModel
 
-Answer: TypeAlias = "str | int | Sequence[str | int]"
 Score: TypeAlias = Callable[[Tensor, Sequence[int]], Tensor]
 
 # One piece of logits, in bytes; a few such pieces are alive at a time.
@@ -38,6 +49,10 @@ class Metric(ABC):
     name: str
     units: str
 
+    def extend(self, model: ResidualModel, tokens: Tokens) -> Tokens:
+        """The prompts as they are to be run: as they are, unless the metric scores more than one next token."""
+        return tokens
+
     @abstractmethod
     def bind(self, model: ResidualModel, tokens: Tokens, base: Float[Tensor, "prompt pos d_model"]) -> Score:
         """Check the metric against model and prompts, and make it a function of last residuals.
@@ -49,6 +64,10 @@ class Metric(ABC):
         Returns:
             A function from ("row pos d_model", the prompt of each row) to one number a row, in float32 or wider.
         """
+
+    def take(self, prompts: Sequence[int]) -> Metric:
+        """The metric of some of the prompts, in this order."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,17 @@ class logit_diff(Metric):
     @property
     def name(self) -> str:  # type: ignore[override]
         """What to call it on an axis."""
-        return f"logit difference {_spell(self.answer)} - {_spell(self.against)}"
+        return f"logit difference {spell(self.answer)} - {spell(self.against)}"
+
+    def extend(self, model: ResidualModel, tokens: Tokens) -> Tokens:
+        """The prompts as they are, once each is known to have its answers."""
+        for answer in (self.answer, self.against):
+            answers_of(answer, len(tokens))
+        return tokens
+
+    def take(self, prompts: Sequence[int]) -> logit_diff:
+        """The answers of some of the prompts."""
+        return replace(self, answer=some_of(self.answer, prompts), against=some_of(self.against, prompts))
 
     def bind(self, model: ResidualModel, tokens: Tokens, base: Float[Tensor, "prompt pos d_model"]) -> Score:
         """Find the two token ids of each prompt."""
@@ -95,15 +124,19 @@ class logit_diff(Metric):
 
 @dataclass(frozen=True)
 class log_prob(Metric):
-    """Log-probability of an answer as the next token of each prompt.
+    """Log-probability of an answer as the continuation of each prompt, of all its tokens together.
 
-    >>> log_prob(" Paris").units
+    An answer of several tokens is teacher-forced: it is put after the prompt before the prompt is run, and each of its
+    tokens is scored after those before it.
+
+    >>> log_prob(" Paris, France").units
     'nats'
 
     Args:
-        answer: a token as text (mind the leading space) or as an id; a list gives each prompt its own.
+        answer: one or more tokens as text (mind the leading space), or one as an id; a list gives each prompt its own.
     Raises:
-        MetricError: an answer of several tokens (when bound to a model).
+        MetricError: an answer without tokens, or prompts that are not followed by theirs (when bound to a model).
+        PromptError: a prompt that is too long with its answer (when extended by it).
     """
 
     answer: Answer
@@ -112,21 +145,43 @@ class log_prob(Metric):
     @property
     def name(self) -> str:  # type: ignore[override]
         """What to call it on an axis."""
-        return f"log-probability of {_spell(self.answer)}"
+        return f"log-probability of {spell(self.answer)}"
+
+    def extend(self, model: ResidualModel, tokens: Tokens) -> Tokens:
+        """Put each answer after its prompt, all but its last token, which nothing is predicted from."""
+        answers = answer_tokens(model, self.answer, len(tokens))
+        if all(len(ids) == 1 for ids in answers):
+            return tokens
+        for asked in dict.fromkeys(answers_of(self.answer, len(tokens))):
+            if hint := meant(model, asked):
+                warnings.warn(f"the answer {asked!r} is scored as several tokens{hint}", stacklevel=2)
+        before_last = [ids[:-1] for ids in answers]
+        return force(tokens, before_last, tokenizer=model.tokenizer, max_positions=model.max_positions)
+
+    def take(self, prompts: Sequence[int]) -> log_prob:
+        """The answers of some of the prompts."""
+        return replace(self, answer=some_of(self.answer, prompts))
 
     def bind(self, model: ResidualModel, tokens: Tokens, base: Float[Tensor, "prompt pos d_model"]) -> Score:
-        """Find the token id of each prompt's answer."""
-        ids = answer_ids(model, self.answer, len(tokens))
+        """Find the tokens of each prompt's answer, and the positions that they are predicted from."""
+        answers = answer_tokens(model, self.answer, len(tokens))
+        require_forced(model, tokens, answers)
+        last = tokens.last
 
         def score(final: Tensor, prompts: Sequence[int]) -> Tensor:
-            last = at_last(final, tokens, prompts)
-            answers = torch.tensor([ids[prompt] for prompt in prompts], device=last.device)
+            places = [
+                (row, last[prompt] + step, token)
+                for row, prompt in enumerate(prompts)
+                for step, token in enumerate(answers[prompt])
+            ]
+            rows, positions, targets = torch.tensor(places, device=final.device).T
+            residuals = final[rows, positions]
 
-            def piece(rows: slice) -> Tensor:
-                logits = wide(model.readout(last[rows])).log_softmax(-1)
-                return logits.gather(-1, answers[rows, None])[:, 0]
+            def piece(part: slice) -> Tensor:
+                logits = wide(model.readout(residuals[part])).log_softmax(-1)
+                return logits.gather(-1, targets[part, None])[:, 0]
 
-            return in_pieces(piece, len(last), model)
+            return _sum_by_row(in_pieces(piece, len(rows), model), rows, len(prompts))
 
         return score
 
@@ -248,35 +303,26 @@ def as_metric(metric: Metric | Callable[[Tensor], Tensor] | None) -> Metric:
     return custom(metric)
 
 
-def answer_ids(model: ResidualModel, answer: Answer, prompts: int) -> list[int]:
-    """The token id of each prompt's answer.
+def extended(model: ResidualModel, tokens: Tokens, metrics: Sequence[Metric]) -> Tokens:
+    """The prompts as they are to be run for all of some metrics.
 
     Raises:
-        MetricError: an answer that is not one token, or a list of another length than the prompts.
+        MetricError: metrics that want different tokens after the prompts, of which one run can have only one kind.
     """
-    answers = [answer] * prompts if isinstance(answer, (str, int)) else list(answer)
-    if len(answers) != prompts:
-        raise MetricError(f"{len(answers)} answers for {prompts} prompts; give one answer, or one for each prompt")
-    return [_answer_id(model, each) for each in answers]
-
-
-def require_different(model: ResidualModel, answers: Sequence[int], against: Sequence[int]) -> None:
-    """Refuse answers whose difference would always be 0.
-
-    Raises:
-        MetricError: an answer that is the same token as what it is compared with.
-    """
-    for first, second in zip(answers, against, strict=True):
-        if first == second:
+    runs = [metric.extend(model, tokens) for metric in metrics] or [tokens]
+    for metric, run in zip(metrics[1:], runs[1:], strict=True):
+        if run.lengths != runs[0].lengths or not torch.equal(run.ids, runs[0].ids):
             raise MetricError(
-                f"the two answers are the same token {model.token_string(first)!r} (id {first}), "
-                "so their difference is always 0; give two that differ"
+                f"{metrics[0].name} and {metric.name} cannot be measured in one sweep: an answer of several tokens is "
+                "put after each prompt, and these two want different ones there; measure them one at a time"
             )
+    return runs[0]
 
 
 def at_last(final: Tensor, tokens: Tokens, prompts: Sequence[int]) -> Float[Tensor, "row d_model"]:
-    """The residual at the last real token of each row."""
-    return final[list(range(len(prompts))), [tokens.lengths[prompt] - 1 for prompt in prompts]]
+    """The residual at each row's own last token, before any answer that it is made to give."""
+    last = tokens.last
+    return final[list(range(len(prompts))), [last[prompt] for prompt in prompts]]
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -290,25 +336,6 @@ def in_pieces(piece: Callable[[slice], Tensor], rows: int, model: ResidualModel,
     return torch.cat([piece(slice(start, start + size)) for start in range(0, rows, size)])
 
 
-def _answer_id(model: ResidualModel, answer: str | int) -> int:
-    if isinstance(answer, int):
-        if not 0 <= answer < model.vocab_size:
-            raise MetricError(f"no token id {answer}: {model.name} knows ids 0 to {model.vocab_size - 1}")
-        return answer
-    if model.tokenizer is None:
-        raise MetricError(f"{model.name} was loaded without a tokenizer; give the answer {answer!r} as a token id")
-    ids = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        pieces = [model.token_string(token) for token in ids]
-        spaced = model.tokenizer(f" {answer}", add_special_tokens=False)["input_ids"]
-        hint = f"; did you mean {' ' + answer!r}?" if len(spaced) == 1 else ""
-        raise MetricError(
-            f"the answer {answer!r} is {len(ids)} tokens {pieces}, but a single next token is scored; "
-            f"give an answer of one token{hint}"
-        )
-    return int(ids[0])
-
-
 def _real(tokens: Tokens, prompts: Sequence[int], drop_last: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Row, position and prompt of every real token; without each prompt's last one where a next token is needed."""
     owners = torch.tensor(list(prompts), device=tokens.ids.device)
@@ -317,9 +344,12 @@ def _real(tokens: Tokens, prompts: Sequence[int], drop_last: bool = False) -> tu
     return rows, positions, owners[rows]
 
 
+def _sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    return values.new_zeros(count).index_add(0, rows, values)
+
+
 def _mean_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    sums = values.new_zeros(count).index_add(0, rows, values)
-    return sums / torch.bincount(rows, minlength=count)
+    return _sum_by_row(values, rows, count) / torch.bincount(rows, minlength=count)
 
 
 def _require_next_tokens(tokens: Tokens) -> None:
@@ -328,9 +358,3 @@ def _require_next_tokens(tokens: Tokens) -> None:
             f"prompt {tokens.lengths.index(min(tokens.lengths))} has one token, so no next token to take the loss of; "
             "give a longer prompt, or a metric such as rs.log_prob"
         )
-
-
-def _spell(answer: Answer) -> str:
-    if isinstance(answer, (str, int)):
-        return repr(answer)
-    return repr(answer[0]) if len(set(answer)) == 1 else f"of {len(answer)} answers"

@@ -42,6 +42,7 @@ def stand_ins(
         seed: which prompts "resample" draws.
     Returns:
         For each prompt the write, "pos d_model" or "d_model", that replaces a unit's; without an entry, nothing does.
+        A head is replaced through its z, "pos d_head" or "d_head".
     Raises:
         PromptError: no reference prompt is long enough to resample from.
     """
@@ -212,12 +213,13 @@ def _writes(model: ResidualModel, tokens: Tokens, units: Sequence[Removable]) ->
     """What each unit adds to the stream."""
     layers = [unit for unit in units if isinstance(unit, int)]
     sites = [Site(layer, kind) for layer in layers for kind in ("resid_pre", "resid_post")]
-    sites += [unit for unit in units if isinstance(unit, Site)]
+    parts = {unit: Site(unit.layer, "z") for unit in units if isinstance(unit, Site) and unit.kind == "head"}
+    sites += [parts.get(unit, unit) for unit in units if isinstance(unit, Site)]
     values, _ = trace(model, model.trunk(tokens), sites)
 
     def added(unit: Removable) -> Tensor:
         if isinstance(unit, Site):
-            return values[unit]
+            return values[parts[unit]][:, :, unit.part] if unit in parts else values[unit]
         return values[Site(unit, "resid_post")] - values[Site(unit, "resid_pre")]
 
     return {unit: added(unit) for unit in units}

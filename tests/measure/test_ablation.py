@@ -276,7 +276,7 @@ def test_the_check_notices_a_planted_error(method, toy, monkeypatch):
 # Errors
 
 WRONG = {
-    "unit": ({"unit": "head"}, SiteError, 'unit="head"', "is not known", "choose from 'layer', 'attn', 'mlp'"),
+    "unit": ({"unit": "neuron"}, SiteError, 'unit="neuron"', "is not known", "choose from 'layer', 'attn', 'mlp'"),
     "how": (
         {"how": "remove"},
         SiteError,

@@ -9,10 +9,11 @@ from stream.test_read import CLOSE, says, unchecked
 from tiny import SUPPORTED, apart, some_ids, tokenizer
 
 import resstream as rs
-from resstream.errors import MetricError
+from resstream.errors import MetricError, PromptError
 from resstream.measure import metrics
 from resstream.measure.metrics import as_metric
 from resstream.models.causal_lm import CausalLM
+from resstream.models.tokens import Tokens
 
 PROMPTS = ["w1 w2 w3 w4 w5 w6", "w9 w8 w7", "w3 w1 w4 w1 w5"]
 RIGHT, WRONG = ["w4", 5, "w6"], [7, "w8", "w9"]
@@ -233,6 +234,173 @@ def test_names_and_units():
     assert as_metric(metric) is metric
 
 
+# Answers of several tokens
+
+ANSWERS = ["w4 w9 w2", 5, "w7 w1"]
+
+
+def log_probs_by_hand(hf_model, prompts, answers, changed=None):
+    """The log-probability of each answer, its tokens one by one, after its prompt alone, in a plain forward pass."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = prompt if isinstance(answer, int) else f"{prompt} {answer}"
+        ids = [*map(ids_of, text.split()), *([answer] if isinstance(answer, int) else [])]
+        start = len(prompt.split())
+        handle = None if changed is None else changed(hf_model)
+        with torch.no_grad():
+            logits = hf_model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
+        if handle is not None:
+            handle.remove()
+        scores = [torch.log(logits[at - 1].softmax(-1)[ids[at]]) for at in range(start, len(ids))]
+        found.append(torch.stack(scores).sum())
+    return torch.stack(found)
+
+
+def whole_answers_are_scored(hf_model, model):
+    metric = rs.log_prob(ANSWERS)
+    tokens = metric.extend(model, model.tokenize(PROMPTS))
+    with torch.no_grad():
+        base = model.trunk(tokens).run()
+        found = metric.bind(model, tokens, base)(base[[2, 0, 1, 0]], [2, 0, 1, 0])
+    assert tokens.forced == (2, 0, 1)
+    assert apart(found.double(), log_probs_by_hand(hf_model, PROMPTS, ANSWERS)[[2, 0, 1, 0]]) < 10 * CLOSE
+
+
+def test_an_answer_is_scored_whole(hf_model, model):
+    whole_answers_are_scored(hf_model, model)
+
+
+@pytest.mark.parametrize("budget", [1, 4 * 64 * 3])
+def test_pieces_change_nothing_in_a_whole_answer(budget, hf_model, model, monkeypatch):
+    monkeypatch.setattr(metrics, "_PIECE", budget)
+    whole_answers_are_scored(hf_model, model)
+
+
+@pytest.mark.parametrize("planted", ["the last token alone", "one position late", "padding read"])
+def test_a_whole_answer_that_is_off_is_noticed(planted, hf_model, model, monkeypatch):
+    """The twin of the tests above."""
+    real = metrics.answer_tokens
+    if planted == "the last token alone":
+        monkeypatch.setattr(metrics, "force", lambda tokens, answers, **_: tokens)
+        monkeypatch.setattr(metrics, "require_forced", lambda *_: None)
+        monkeypatch.setattr(metrics, "answer_tokens", lambda *args: [ids[-1:] for ids in real(*args)])
+    elif planted == "one position late":
+        late = property(lambda tokens: tuple(own for own in tokens.own_lengths))
+        monkeypatch.setattr(Tokens, "last", late)
+        monkeypatch.setattr(metrics, "require_forced", lambda *_: None)
+    else:
+        monkeypatch.setattr(Tokens, "last", property(lambda tokens: (max(tokens.own_lengths) - 1,) * len(tokens)))
+        monkeypatch.setattr(metrics, "require_forced", lambda *_: None)
+    with pytest.raises((AssertionError, IndexError)):
+        whole_answers_are_scored(hf_model, model)
+
+
+def test_the_gradient_of_a_whole_answer(hf_model, model):
+    """It equals autograd through a hook on the last block, and reaches the positions that tokens are predicted from."""
+    (prompt,), (answer,) = PROMPTS[:1], ANSWERS[:1]
+    metric = rs.log_prob(answer)
+    tokens = metric.extend(model, model.tokenize(prompt))
+    with torch.no_grad():
+        final = model.trunk(tokens).run()
+    leaf = (final + 0.3 * final.roll(1, -1)).requires_grad_()
+    handle = last_block(hf_model).register_forward_hook(
+        lambda _, args, output: leaf if isinstance(output, torch.Tensor) else (leaf, *output[1:])
+    )
+    logits = hf_model(input_ids=tokens.ids, use_cache=False).logits[0]
+    handle.remove()
+    by_hand = sum(logits[5 + step].log_softmax(-1)[token] for step, token in enumerate((4, 9, 2)))
+    (expected,) = torch.autograd.grad(by_hand, leaf)
+    (found,) = torch.autograd.grad(metric.bind(model, tokens, final)(leaf, [0]).sum(), leaf)
+    assert apart(found, expected) < 10 * CLOSE
+    assert found[0].abs().sum(-1).nonzero()[:, 0].tolist() == [5, 6, 7]
+
+
+def test_one_token_answers_leave_the_prompts_alone(toy):
+    tokens = toy.tokenize(PROMPTS)
+    for metric in (rs.log_prob("w4"), rs.log_prob(RIGHT), rs.logit_diff("w4", 5), rs.loss(), rs.kl_from_base()):
+        assert metric.extend(toy, tokens) is tokens
+    assert metrics.extended(toy, tokens, []) is tokens
+
+
+def test_positions_are_counted_in_the_prompt_alone(toy):
+    """ "last" and negative numbers mean the prompt's own last token, whatever it is made to answer."""
+    tokens = rs.log_prob(ANSWERS).extend(toy, toy.tokenize(PROMPTS))
+    assert (tokens.lengths, tokens.own_lengths, tokens.last) == ((8, 3, 6), (6, 3, 5), (5, 2, 4))
+    for position in (-1, "last"):
+        assert tokens.at(position).nonzero().tolist() == [[0, 5], [1, 2], [2, 4]]
+    assert tokens.at(slice(-2, None)).nonzero()[:, 1].tolist() == [4, 5, 1, 2, 3, 4]
+    assert tokens.at(None).sum(1).tolist() == [8, 3, 6]
+    assert tokens.strings[0] == ("w1", "w2", "w3", "w4", "w5", "w6", "w4", "w9")
+
+
+def test_ablation_scores_a_whole_answer(hf_model, model):
+    found = rs.ablate_layers(model, PROMPTS, layers=[1], metric=rs.log_prob(ANSWERS)).data
+
+    def without(hf_model):
+        layer = next(each for each in hf_model.modules() if isinstance(each, torch.nn.ModuleList))[1]
+        return layer.register_forward_hook(
+            lambda _, args, output: args[0] if isinstance(output, torch.Tensor) else (args[0], *output[1:])
+        )
+
+    own, other = (log_probs_by_hand(hf_model, PROMPTS, ANSWERS, changed) for changed in (None, without))
+    assert apart(torch.from_numpy(found.base.values), own) < 10 * CLOSE
+    assert apart(torch.from_numpy(found.metric.values[:, 0]), other) < 10 * CLOSE
+    assert found.text.values.tolist() == [prompt.replace(" ", "") for prompt in PROMPTS]
+
+
+def test_the_ensemble_and_the_paths_score_a_whole_answer(toy):
+    prompts, answers = PROMPTS[:2], ["w4 w9", "w7 w1"]
+    own = log_probs_by_hand(toy.hf_model, prompts, answers).numpy()
+    ensemble = rs.layer_ensemble(toy, prompts, rs.log_prob(answers))
+    assert ensemble.check.passed
+    assert ensemble.data.base.values == pytest.approx(own, abs=1e-4)
+    assert rs.path_lengths(toy, prompts, rs.log_prob(answers), samples=0).check.passed
+
+
+def test_a_whole_answer_on_smollm2(smollm2):
+    prompts = ["The Eiffel Tower is in the city of", "Its capital is"]
+    answers = [" Paris, France", " Buenos Aires"]
+    with torch.no_grad():
+        expected = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids, more = (smollm2.tokenizer(text)["input_ids"] for text in (prompt, answer))
+            logits = smollm2.hf_model(input_ids=torch.tensor([ids + more])).logits[0].double().log_softmax(-1)
+            expected.append(sum(logits[len(ids) - 1 + step, token] for step, token in enumerate(more)))
+    found = rs.ablate_layers(smollm2, prompts, layers=[29], metric=rs.log_prob(answers))
+    assert found.data.base.values == pytest.approx([float(each) for each in expected], abs=1e-4)
+    assert found.check.passed
+
+
+def test_a_missing_space_is_pointed_out(smollm2):
+    with pytest.warns(UserWarning, match=r"'Tokyo' is scored as several tokens; did you mean ' Tokyo'\?"):
+        tokens = rs.log_prob("Tokyo").extend(smollm2, smollm2.tokenize("The city of"))
+    assert tokens.forced == (1,)
+
+
+def test_metrics_that_want_different_answers_in_one_sweep(toy):
+    tokens = toy.tokenize(PROMPTS)
+    same = metrics.extended(toy, tokens, [rs.log_prob("w4 w9"), rs.log_prob("w4 w8")])
+    assert same.forced == (1, 1, 1), "both are scored after w4"
+    for other in (rs.log_prob("w5 w9"), rs.log_prob("w4 w8 w9"), rs.loss(), rs.logit_diff("w4", "w5")):
+        with pytest.raises(MetricError) as error:
+            metrics.extended(toy, tokens, [rs.log_prob("w4 w9"), other])
+        assert says(error, "log-probability of 'w4 w9'", other.name, "cannot be measured in one sweep", "one at a time")
+
+
+def test_an_answer_that_does_not_fit_the_context(toy):
+    long = " ".join(["w1"] * (toy.max_positions - 1))
+    rs.ablate_layers(toy, long, layers=[0], metric=rs.log_prob("w4 w9"))
+    with pytest.raises(PromptError) as error:
+        rs.ablate_layers(toy, long, layers=[0], metric=rs.log_prob("w4 w9 w2"))
+    assert says(error, "prompt 0 has 65 tokens, the 2 of its answer that are run included", "reads at most 64")
+
+
+def test_prompts_are_followed_by_one_answer_only(toy):
+    metric = rs.log_prob("w4 w9")
+    with pytest.raises(PromptError, match="are followed by an answer already; give the prompts alone"):
+        metric.extend(toy, metric.extend(toy, toy.tokenize(PROMPTS)))
+
+
 # Errors
 
 
@@ -243,25 +411,46 @@ def bind(model, metric, prompts):
         return metric.bind(model, tokens, final)(final, range(len(tokens)))
 
 
-@pytest.mark.parametrize(
-    "metric", [rs.logit_diff, lambda answer, _: rs.log_prob(answer), lambda a, b: rs.logit_diff(b, a)]
-)
-def test_an_answer_of_several_tokens(metric, toy):
+@pytest.mark.parametrize("metric", [rs.logit_diff, lambda a, b: rs.logit_diff(b, a)])
+def test_a_logit_of_an_answer_of_several_tokens(metric, toy):
     with pytest.raises(MetricError) as error:
         bind(toy, metric("w1 w2", "w3"), PROMPTS)
-    assert says(error, "the answer 'w1 w2'", "is 2 tokens ['w1', 'w2']", "give an answer of one token")
+    assert says(
+        error,
+        "the answer 'w1 w2'",
+        "is 2 tokens ['w1', 'w2']",
+        "one token, or score it whole with rs.log_prob('w1 w2')",
+    )
 
 
-def test_an_answer_of_several_tokens_on_smollm2(smollm2):
+def test_a_logit_of_an_answer_of_several_tokens_on_smollm2(smollm2):
     """A space in front is suggested where it helps, and only there."""
     for answer, pieces, hint in (
         ("Tokyo", "['To', 'kyo']", "did you mean ' Tokyo'?"),
         (" Eiffel", "[' E', 'iffel']", ""),
     ):
         with pytest.raises(MetricError) as error:
-            bind(smollm2, rs.log_prob(answer), "The city of")
+            bind(smollm2, rs.logit_diff(answer, " Paris"), "The city of")
         assert says(error, f"the answer {answer!r}", f"is 2 tokens {pieces}", "give an answer of one token", hint)
         assert bool(hint) == ("did you mean" in str(error.value))
+
+
+def test_prompts_that_are_not_followed_by_their_answers(toy):
+    """A metric that is bound to prompts that it did not extend cannot score the rest of its answer."""
+    with pytest.raises(MetricError) as error:
+        bind(toy, rs.log_prob(["w1", "w1 w2", "w3"]), PROMPTS)
+    assert says(
+        error,
+        "the answer to prompt 1 is 2 tokens ['w1', 'w2']",
+        "the prompt was run with [] after it",
+        "run what metric.extend(model, tokens) gives",
+    )
+
+
+def test_an_answer_without_tokens(toy):
+    with pytest.raises(MetricError) as error:
+        bind(toy, rs.log_prob(""), PROMPTS)
+    assert says(error, "the answer '' has no tokens", "give a word such as ' Paris'")
 
 
 @pytest.mark.parametrize(("one", "other"), [("w4", "w4"), ("w4", 4), (["w1", "w2", "w3"], ["w4", "w2", "w5"])])

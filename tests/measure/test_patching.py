@@ -297,12 +297,15 @@ def test_labels(toy):
         "metric": "logit difference of 3 answers - 7",
         "units": "logits",
         "positions": "each",
+        "window": 1,
+        "sign": "effect = (metric - corrupted) / (clean - corrupted): 1 restores the clean value, 0 does nothing",
     }
     assert (result.measure, result.model) == ("patch_activations", "toy")
-    best = result.data.effect.mean("prompt")
+    best = result.data.mean_effect
     best = best.isel(best.argmax(...))
     assert f"{int(best.layer)}.resid_pre at position {int(best.position)}" in result.headline
-    assert f"restores {float(best):.0%} of the gap" in result.headline
+    assert f"restores {float(best):.0%}" in result.headline
+    assert "of the gap" in result.headline
 
 
 def test_a_function_as_metric(toy):
@@ -383,13 +386,12 @@ WRONG = {
         "prompt 1 has 3 tokens ['w9', 'w8', 'w7']",
         "use -3 to 2",
     ),
-    "positions": (
-        {"positions": "last"},
-        PromptError,
-        'positions="last"',
-        "is not a choice of positions",
-        'write "each"',
-    ),
+    "positions": ({"positions": "every"}, PromptError, "'every'", "prompt 0"),
+    "window": ({"window": 0}, SiteError, "window=0 patches no layer", "write 1"),
+    "axes": ({"sites": ["attn", "z"]}, SiteError, "do not share their axes", "two calls"),
+    "no heads": ({"heads": [0]}, SiteError, "heads=[0] needs sites that have heads", "got 'resid_pre'"),
+    "head": ({"sites": "z", "heads": [4]}, SiteError, "no head 4", "toy has heads 0-3 at 'z'"),
+    "heads": ({"sites": "z", "heads": "some"}, SiteError, 'heads="some"', 'write "each", "all"'),
     "no positions": ({"positions": []}, PromptError, "no positions to patch", 'write positions="each"'),
     "direction": (
         {"direction": "both"},

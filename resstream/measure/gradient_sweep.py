@@ -73,6 +73,11 @@ class Manner:
             )
         return cls(steps, fixes)
 
+    @property
+    def complete(self) -> bool:
+        """Whether a layer's estimates are meant to add up, so that it is worth running each layer to see if they do."""
+        return self.steps > 1 and not self.fixes
+
     def reads(self, site: Site) -> Site:
         """Where the slope for a site is taken: after the softmax, if that is not to be made a line."""
         return Site(site.layer, "z") if "qk" in self.fixes and site.kind in "qk" else moved(site)
@@ -93,7 +98,8 @@ class Estimated:
     Attributes:
         grid: what each patch would change the metric by, NaN where there is no such cell.
         ends: the metric of the clean and of the corrupted runs.
-        missed: each layer's estimates together minus what patching its whole value does; NaN under a correction.
+        missed: each layer's estimates together minus what patching its whole value does; NaN where they are not meant
+            to add up.
         check: how far the runs are from the model's own.
     """
 
@@ -184,7 +190,7 @@ class Sweep:
             whole[:, :, *place] = to_numpy(found[0, ..., -1].sum(-1))
             drift = max(drift, off)
         baseline = score_all(self.scores, self.base)
-        missed = whole * np.nan if self.manner.fixes else whole - self._exact(baseline, memory)
+        missed = whole - self._exact(baseline, memory) if self.manner.complete else whole * np.nan
         ends = to_numpy(baseline.T).reshape(len(self.scores), 2, len(self.pairs))
         return Estimated(grid, ends, missed, self._check(drift))
 

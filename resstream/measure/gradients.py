@@ -94,9 +94,9 @@ def attribution_patching(
         memory: most bytes to take at once for runs, and for the activations and slopes that they need.
         progress: whether to show a progress bar.
     Returns:
-        Result with the axes and variables of `patch_activations`; without a fix, also `completeness` over (prompt,
-        site, layer): a layer's estimates together, at all positions and of all parts, minus what patching its whole
-        value does, in the metric's units.
+        Result with the axes and variables of `patch_activations`; with several steps and no fix, also `completeness`
+        over (prompt, site, layer): a layer's estimates together, at all positions and of all parts, minus what patching
+        its whole value does, in the metric's units.
     Raises:
         PromptError: prompts of different lengths; the message shows both token lists.
         SiteError: no such place, layer or head, sites that do not share their axes, no steps, or a fix that does not
@@ -134,7 +134,7 @@ def attribution_patching(
     settings = settings_of(metrics, direction, positions) | {"steps": steps, "fix": list(manner.fixes)}
     if "drop" in manner.fixes:
         settings["sign"] = _SIZES
-    if not manner.fixes:
+    if manner.complete:
         miss = xr.DataArray(missed, dims=("metric_name", "prompt", "site", "layer"))
         data["completeness"] = miss.transpose("prompt", "metric_name", ...) if several else miss[0]
         words += f"; {_worst(miss[0], cells, metrics[0].units)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,11 @@ def texts_of(tokens: Tokens) -> list[str]:
     return ["".join(row[:own]) for row, own in zip(tokens.strings, tokens.own_lengths, strict=True)]
 
 
-def names_of(asked: str | int | Sequence[Any]) -> Any:
-    """A choice of sites or layers as a plain value that a file can hold."""
-    return asked if isinstance(asked, (str, int)) else [names_of(each) for each in asked]
+def names_of(asked: Any) -> Any:
+    """A choice of sites, layers or positions as a plain value that a file can hold."""
+    if isinstance(asked, (str, int)):
+        return asked
+    return [names_of(each) for each in asked] if isinstance(asked, Iterable) else str(asked)
 
 
 def carried_of(model: ResidualModel) -> dict[str, str]:

@@ -79,8 +79,12 @@ def read(
     >>> model.tokenizer.decode(stream.logits[0, -1].argmax())
     ' Paris'
     >>> stream = rs.read(model, "The Eiffel Tower is in the city of", sites=["5.head.3", "5.z", "5.k.2", "5.pattern"])
-    >>> [tuple(stream[site].shape) for site in stream.sites]
-    [(1, 9, 576), (1, 9, 9, 64), (1, 9, 64), (1, 9, 9, 9)]
+    >>> for site in stream.sites:
+    ...     print(site, list(stream[site].shape))
+    5.head.3 [1, 9, 576]
+    5.z [1, 9, 9, 64]
+    5.k.2 [1, 9, 64]
+    5.pattern [1, 9, 9, 9]
 
     Args:
         model: a model from `load`, or one that is being edited.

@@ -51,14 +51,13 @@ def test_the_result_is_that_of_patching(toy, tmp_path):
         exact = rs.patch_activations(toy, CLEAN, CORRUPTED, METRIC, **arguments).data
         result = rs.attribution_patching(toy, CLEAN, CORRUPTED, METRIC, **arguments)
         data = result.data
-        assert {*data.data_vars} == {*exact.data_vars, "completeness"}
+        assert {*data.data_vars} == {*exact.data_vars}
         assert all(data[name].dims == exact[name].dims for name in exact.data_vars)
         assert {*data.coords} == {*exact.coords}
         assert all(data[name].equals(exact[name]) for name in exact.coords)
         assert np.allclose(data.clean, exact.clean)
         assert np.allclose(data.corrupted, exact.corrupted)
         assert (data.metric.isnull() == exact.metric.isnull()).all()
-        assert data.completeness.dims == ("prompt", "site", "layer")
         assert rs.open_result(result.save(tmp_path / "estimate")).data.identical(data)
         assert result.headline.startswith("estimated denoise: ")
         assert (result.settings["steps"], result.settings["fix"]) == (1, [])

@@ -41,7 +41,8 @@ def test_on_a_linear_net_estimates_are_patches(steps, direction, layout, monkeyp
     exact = changes(rs.patch_activations(*arguments, sites=sites, direction=direction))
     found = rs.attribution_patching(*arguments, sites=sites, direction=direction, steps=steps)
     agree(changes(found), exact, close=EXACT)
-    assert np.abs(found.data.completeness).max() < EXACT * np.abs(exact).max()
+    if steps > 1:
+        assert np.abs(found.data.completeness).max() < EXACT * np.abs(exact).max()
     off_by_a_thousandth(monkeypatch, slopes, "pull_through")
     planted = rs.attribution_patching(*arguments, sites=sites, direction=direction, steps=steps)
     with pytest.raises(AssertionError):

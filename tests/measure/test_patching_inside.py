@@ -302,6 +302,19 @@ def test_positions_of_each_pairs_own_stay_with_it(toy):
     assert together.token.values.tolist() == [["w2w5"], ["w8"], ["w3"]]
 
 
+def test_selectors_of_several_kinds_together(toy, tmp_path):
+    """Each is a column of its own, with a name that a file can hold."""
+    own, piece = rs.PerPrompt(((1, 4), (1,), (0,))), rs.Substring("w", occurrence=1)
+    result = rs.patch_activations(toy, CLEAN, CORRUPTED, METRIC, positions=[own, "last", piece, slice(0, 2)])
+    alone = [
+        rs.patch_activations(toy, CLEAN, CORRUPTED, METRIC, positions=[each]).data.metric[..., 0]
+        for each in (own, "last", piece, slice(0, 2))
+    ]
+    assert np.allclose(result.data.metric, np.stack(alone, axis=-1), atol=1e-6)
+    assert len(set(result.data.position.values.tolist())) == 4
+    assert rs.open_result(result.save(tmp_path / "grid")).data.identical(result.data)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_plain_hooks_in_half_precision(dtype):
     """To its own rounding; metrics come out in full precision."""

@@ -1,4 +1,4 @@
-"""A report: seven measures of one pair of prompts as a page that opens without a network, and as files."""
+"""A report: eight questions about one pair of prompts as a page that opens without a network, and as files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tqdm import tqdm
 
 from resstream.errors import ResultError, UnsupportedModelError
 from resstream.measure.ablation import ablate_layers
+from resstream.measure.answers import answer_ids
 from resstream.measure.ensemble import layer_ensemble
 from resstream.measure.lens import logit_lens
 from resstream.measure.lesions import lesion_curve
 from resstream.measure.logit_paths import Gauge, logit_by_path_length
-from resstream.measure.metrics import answer_ids, at_last, logit_diff, wide
+from resstream.measure.metrics import at_last, logit_diff, wide
 from resstream.measure.patching import patch_activations
 from resstream.measure.paths import path_lengths
 from resstream.models import load
@@ -36,9 +37,11 @@ from resstream.result import Result
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
 ANSWER, AGAINST = " Mary", " John"
+# The sections, each with the name of its measure; the heads are a second question to patching.
 MEASURES = (
     "logit_lens",
     "patch_activations",
+    "patch_heads",
     "ablate_layers",
     "layer_ensemble",
     "lesion_curve",
@@ -66,7 +69,7 @@ class Section:
     """One measure on the page.
 
     Attributes:
-        name: the measure.
+        name: the measure, or what it is asked about.
         title: its question, in plain words.
         reading: how to read the picture.
         run: makes the result; its argument says whether to show progress.
@@ -92,7 +95,7 @@ def report(
     *,
     progress: bool = True,
 ) -> Path:
-    """Ask one model seven questions about one pair of prompts, and write the answers as a page and as files.
+    """Ask one model eight questions about one pair of prompts, and write the answers as a page and as files.
 
     >>> from resstream.report import report
     >>> page = report("smollm2", out="my-report")  # doctest: +SKIP
@@ -221,6 +224,17 @@ def _sections(model: ResidualModel, question: Question, source: str, found: Mapp
         f"rs.patch_activations(model, {clean!r}, {corrupted!r}, {spelled})",
         _shell("patch", source, clean, corrupted, *answers),
     )
+    inside = _inside(model)
+    options = ("--positions", "all", *(part for kind in inside for part in ("--site", kind)))
+    yield Section(
+        "patch_heads",
+        "Who brings it there?",
+        f"{_INSIDE[inside]} of the clean run, at all positions at once, in place of the corrupted run's. Above zero it "
+        "brings the clean answer, below zero it works against it.",
+        lambda bar: patch_activations(model, clean, corrupted, metric, sites=inside, positions="all", progress=bar),
+        f"rs.patch_activations(model, {clean!r}, {corrupted!r}, {spelled}, sites={inside!r}, positions='all')",
+        _shell("patch", source, clean, corrupted, *answers, *options),
+    )
     yield Section(
         "ablate_layers",
         "Which layers does the answer need?",
@@ -273,6 +287,21 @@ def _sections(model: ResidualModel, question: Question, source: str, found: Mapp
         f"rs.logit_by_path_length(model, {clean!r}, {answer!r}, {against!r}, gauge={gauge!r})",
         _shell("logit-paths", source, clean, *answers, "--gauge", gauge),
     )
+
+
+_INSIDE = {
+    ("head",): "Each cell is one attention head",
+    ("attn", "mlp"): "The heads of this model cannot be told apart, so this is each attention and MLP branch",
+}
+
+
+def _inside(model: ResidualModel) -> tuple[str, ...]:
+    """Heads where the model has proved where they are, else whole branches."""
+    try:
+        model.require_inside("head")
+    except UnsupportedModelError:
+        return ("attn", "mlp")
+    return ("head",)
 
 
 _FORWARD: dict[Gauge, str] = {

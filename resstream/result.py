@@ -87,7 +87,8 @@ class Result:
         names = [name for name, variable in self.data.data_vars.items() if set(variable.dims) <= grid]
         data = self.data[names]
         frame = data.to_dataframe(dim_order=self.data[of].dims).reset_index()
-        if {"position", "length"} <= set(frame.columns):
+        # Positions that were chosen by name are there in every prompt.
+        if {"position", "length"} <= set(frame.columns) and np.issubdtype(self.data["position"].dtype, np.integer):
             frame = frame[frame["position"] < frame["length"]].reset_index(drop=True)
         return frame
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -125,12 +126,99 @@ def test_patch(run, smollm2):
     assert f"{strongest:+.3f}" in text
 
 
+def test_patch_heads_at_chosen_positions(run, smollm2):
+    asked = ("--sites", "q", "--sites", "k", "--heads", "0-1", "--positions", "last", "--positions", " John gave")
+    options = ("--layers", "23", "--window", "3", "--out", "p.nc")
+    text = said(run("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--against", " John", *asked, *options))
+    choice = {"sites": ["q", "k"], "heads": [0, 1], "positions": ["last", " John gave"], "layers": [23], "window": 3}
+    expected = rs.patch_activations(smollm2, CLEAN, CORRUPTED, rs.logit_diff(" Mary", " John"), **choice)
+    assert text.splitlines()[0] == repr(expected)
+    assert rs.open_result("p.nc").data.identical(expected.data)
+    best = expected.data.effect.sel(prompt=0, site="q", layer=23, head=0, position="last").item()
+    assert re.search(rf"^ 23\.q\.0 +last +·to +{re.escape(f'{best:+.3f}')} ", text, re.MULTILINE)
+    assert "·John·gave -> ·Mary·gave" in text
+
+
+def test_patch_estimates(run, smollm2):
+    asked = ("--site", "q", "--positions", "all", "--layers", "23", "--estimate", "--steps", "2", "--fix", "qk")
+    text = said(run("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--against", " John", *asked))
+    choice = {"sites": "q", "positions": "all", "layers": [23], "steps": 2, "fix": ["qk"]}
+    expected = rs.attribution_patching(smollm2, CLEAN, CORRUPTED, rs.logit_diff(" Mary", " John"), **choice)
+    assert text.splitlines()[0] == repr(expected)
+
+
+PAIRS = (
+    {"clean": CLEAN, "corrupted": CORRUPTED, "answer": " Mary", "against": " John"},
+    {
+        "clean": "Tom and Mary sat. Tom told",
+        "corrupted": "Tom and Mary sat. Mary told",
+        "answer": " Mary",
+        "against": " Tom",
+    },
+)
+
+
+def lines_of(*pairs):
+    return "\n\n".join(json.dumps(pair, ensure_ascii=False) for pair in pairs) + "\n"
+
+
+@pytest.mark.parametrize("against", [True, False])
+def test_patch_takes_pairs_from_a_file(against, run, smollm2, tmp_path):
+    chosen = [{name: text for name, text in pair.items() if against or name != "against"} for pair in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text(lines_of(*chosen), encoding="utf-8")
+    text = said(run("patch", "--pairs", "pairs.jsonl", "--site", "attn", "--positions", "all", "--layers", "22-24"))
+    metric = rs.logit_diff([" Mary"] * 2, [" John", " Tom"]) if against else rs.log_prob([" Mary"] * 2)
+    clean, corrupted = ([pair[side] for pair in PAIRS] for side in ("clean", "corrupted"))
+    choice = {"sites": "attn", "positions": "all", "layers": [22, 23, 24]}
+    expected = rs.patch_activations(smollm2, clean, corrupted, metric, **choice)
+    assert text.splitlines()[0] == repr(expected)
+    for number, pair in enumerate(PAIRS):
+        own = rs.logit_diff(pair["answer"], pair["against"]) if against else rs.log_prob(pair["answer"])
+        alone = rs.patch_activations(smollm2, pair["clean"], pair["corrupted"], own, **choice).data.effect[0]
+        assert expected.data.effect.values[number] == pytest.approx(alone.values, abs=1e-5)
+    here = expected.data.sel(site="attn", layer=23)
+    mean, low, high = (re.escape(f"{here[name].item():+.3f}") for name in ("mean_effect", "effect_low", "effect_high"))
+    assert re.search(rf"^ 23\.attn +{mean} +{low} to {high} ", text, re.MULTILINE)
+    assert text.count("Mean of 2 pairs") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (lines_of(PAIRS[0], {"clean": "a", "corrupted": "b"}), 'line 3: no "answer"'),
+        (lines_of(PAIRS[0], {**PAIRS[1], "agianst": " Tom"}), 'line 3: "agianst" is unknown'),
+        (lines_of(PAIRS[0], {**PAIRS[1], "answer": 5}), 'line 3: "answer" is 5, not a text'),
+        (lines_of(PAIRS[0], {"clean": "a", "corrupted": "b", "answer": "c"}), 'line 3: no "against", which line 1 has'),
+        (lines_of(*PAIRS) + "{", "line 4: no JSON (Expecting property name enclosed in double quotes, letter 2)"),
+        ('["a", "b"]', 'line 1: ["a", "b"] is not a pair'),
+        ("\n", "is empty"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(lines, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("resstream.models.load", lambda source: pytest.fail("loaded"))
+    (tmp_path / "pairs.jsonl").write_text(lines, encoding="utf-8")
+    result = CliRunner().invoke(cli.app, ["patch", "--pairs", "pairs.jsonl"])
+    assert result.exit_code == 2
+    assert message in re.sub(r"\s+", " ", result.stderr)
+
+
 def test_ablate(run, smollm2):
     text = said(run("ablate", EIFFEL, "--answer", " Paris", "--unit", "attn", "--how", "zero", "--layers", "1,3+5"))
     metric = rs.log_prob(" Paris")
     expected = rs.ablate_layers(smollm2, EIFFEL, unit="attn", how="zero", layers=[1, [3, 5]], metric=metric)
     assert text.splitlines()[0] == repr(expected)
     assert "3.attn+5.attn" in text
+
+
+def test_ablate_heads(run, smollm2):
+    text = said(
+        run("ablate", EIFFEL, "--answer", " Paris", "--unit", "head", "--layers", "29,5.head.3,5.head.4+6.head.0")
+    )
+    chosen = [29, "5.head.3", ["5.head.4", "6.head.0"]]
+    expected = rs.ablate_layers(smollm2, EIFFEL, unit="head", layers=chosen, metric=rs.log_prob(" Paris"))
+    assert text.splitlines()[0] == repr(expected)
+    assert expected.data.sizes["unit"] == smollm2.n_heads + 2
+    assert "29.head." in text
 
 
 def test_without_an_answer_the_loss_is_measured(run):
@@ -288,6 +376,13 @@ def test_an_error_is_one_message_without_a_traceback(arguments, message, run):
         (("ablate", EIFFEL, "--layers", "0;1"), "0,5,8-11 or 3+5"),
         (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--layers", "0+1"), "0,5,8-11"),
         (("patch", CLEAN, CORRUPTED), "--answer"),
+        (("patch", CLEAN, "--answer", " Mary"), "a clean and a corrupted prompt"),
+        (("patch", CLEAN, CORRUPTED, "--pairs", "a.jsonl"), "give it alone"),
+        (("patch", "--pairs", "missing.jsonl"), "cannot be read"),
+        (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--heads", "a"), '"a" is no head'),
+        (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--positions", "all", "--positions", "0"), "give it alone"),
+        (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--steps", "4"), "give --estimate"),
+        (("patch", CLEAN, CORRUPTED, "--answer", " Mary", "--estimate", "--window", "2"), "leave out one"),
         (("logit-paths", EIFFEL), "--answer"),
         (("lesion", EIFFEL, "--counts", "few"), "numbers as in 0,1,4-8"),
         (("ensemble", EIFFEL, "--units", "5.attn"), "0,5,8-11"),
@@ -326,6 +421,7 @@ def test_a_place_that_cannot_be_written_is_one_message(run, tmp_path):
         ("0, 5,8-11", [0, 5, 8, 9, 10, 11]),
         ("3+5,2", [[3, 5], 2]),
         ("0+-1", [[0, -1]]),
+        ("5.head.3, 2+6.head.1", ["5.head.3", [2, "6.head.1"]]),
     ],
 )
 def test_layers_are_read_as_they_are_typed(text, layers):
@@ -347,6 +443,20 @@ def test_layers_are_read_as_they_are_typed(text, layers):
 )
 def test_positions_are_read_as_in_python(text, positions):
     assert options.positions_of(text) == positions
+
+
+@pytest.mark.parametrize(
+    ("texts", "places"),
+    [
+        (None, "each"),
+        (["each"], "each"),
+        (["all"], "all"),
+        (["last"], ["last"]),
+        (["-1", " 3", " Eiffel"], [-1, 3, " Eiffel"]),
+    ],
+)
+def test_places_are_read_one_by_one(texts, places):
+    assert options.places_of(texts) == places
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,9 @@ def patching(tokens=TOKENS, prompts=1, direction="denoise", defined=True, positi
     dims = ("prompt", "site", "layer", "position")
     shape = (prompts, 2, 3, len(tokens))
     effect = rng.normal(0.2, 0.4, shape) if defined else np.full(shape, np.nan)
+    # Not the mean of the effects, which weighs each pair by its gap.
+    mean = effect[0] if prompts == 1 else effect.mean(0) + 0.1
+    ends = {"effect_low": (dims[1:], mean - 0.05), "effect_high": (dims[1:], mean + 0.2)} if prompts > 1 else {}
     corrupted = [" Mary" if place == 3 else token for place, token in enumerate(tokens)]
     data = xr.Dataset(
         {
@@ -72,6 +75,8 @@ def patching(tokens=TOKENS, prompts=1, direction="denoise", defined=True, positi
             "effect": (dims, effect),
             "clean": ("prompt", np.full(prompts, 6.0)),
             "corrupted": ("prompt", np.full(prompts, -5.0)),
+            "mean_effect": (dims[1:], mean),
+            **ends,
         },
         coords={
             "prompt": range(prompts),
@@ -174,7 +179,7 @@ MEASURES = {
 }
 OPTIONS = {
     "logit_lens": ("prompt", "variable", "show"),
-    "patch_activations": ("prompt", "site", "show"),
+    "patch_activations": ("prompt", "site", "metric", "panel", "show"),
     "ablate_layers": ("prompt",),
     "path_lengths": ("prompt", "panel"),
     "logit_by_path_length": ("prompt",),
@@ -466,8 +471,8 @@ def test_a_few_extreme_cells_do_not_take_all_colours(ax):
 def test_the_patching_grid_shows_its_effects_around_zero(site, prompt, ax):
     result = patching(prompts=2)
     draw(result, ax, site=site, prompt=prompt)
-    effect = result.data.effect.sel(site=site or "resid_pre")
-    expected = effect.mean("prompt") if prompt is None else effect.isel(prompt=prompt)
+    drawn = result.data.mean_effect if prompt is None else result.data.effect.isel(prompt=prompt)
+    expected = drawn.sel(site=site or "resid_pre")
     assert shows(ax.images[0], expected.values)
     assert not shows(ax.images[0], expected.values[::-1])
     assert ax.images[0].norm.vmin == -ax.images[0].norm.vmax
@@ -476,7 +481,10 @@ def test_the_patching_grid_shows_its_effects_around_zero(site, prompt, ax):
 
 @pytest.mark.parametrize(
     ("direction", "label"),
-    [("denoise", "share of the gap restored (denoise)"), ("noise", "share of the gap removed (noise)")],
+    [
+        ("denoise", "share of the gap restored (denoise):\n0 as corrupted, 1 as clean"),
+        ("noise", "share of the gap removed (noise):\n0 as clean, 1 as corrupted"),
+    ],
 )
 @pytest.mark.parametrize("positions", [True, False])
 def test_the_direction_of_patching_is_said(direction, label, positions, ax):
@@ -502,22 +510,37 @@ def test_one_undefined_pair_does_not_hide_the_others(ax):
     result = patching(prompts=2)
     result.data["effect"][0] = np.nan
     draw(result, ax)
-    assert shows(ax.images[0], result.data.effect.values[1, 0])
+    assert shows(ax.images[0], result.data.mean_effect.values[0])
 
 
-def test_without_positions_each_site_is_a_line_over_layers(ax):
-    result = patching(positions=False)
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_without_positions_each_site_is_a_line_over_layers(prompts, ax):
+    result = patching(positions=False, prompts=prompts)
     draw(result, ax)
-    assert np.array_equal(ax.lines[0].get_ydata(), result.data.effect.values[0, 0])
-    assert np.array_equal(ax.lines[1].get_ydata(), result.data.effect.values[0, 1])
+    mean = result.data.mean_effect.values
+    assert np.array_equal(ax.lines[0].get_ydata(), mean[0])
+    assert np.array_equal(ax.lines[1].get_ydata(), mean[1])
+    assert len(bands(ax)) == (0 if prompts == 1 else 2)
+    assert ("95% intervals" in ax.get_title(loc="left")) == (prompts > 1)
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["resid_pre", "attn"]
     only = draw(result, Figure().add_subplot(), site="attn")
-    assert np.array_equal(only.lines[0].get_ydata(), result.data.effect.values[0, 1])
+    assert np.array_equal(only.lines[0].get_ydata(), mean[1])
+
+
+def test_the_band_of_a_line_is_the_interval_over_pairs(ax):
+    result = patching(positions=False, prompts=3)
+    draw(result, ax, site="attn")
+    (band,) = bands(ax)
+    ends = result.data.sel(site="attn")
+    for name, find in (("effect_low", min), ("effect_high", max)):
+        at = [find(y for x, y in band.get_paths()[0].vertices if x == layer) for layer in range(3)]
+        assert at == pytest.approx(ends[name].values)
+    assert not bands(draw(result, Figure().add_subplot(), prompt=1))
 
 
 def test_large_effects_are_written_so_that_grey_paper_keeps_the_sign():
     result = patching()
-    found = draw(result)
+    found = draw(result, site="resid_pre")
     effects = result.data.effect.values[0, 0]
     large = np.abs(effects) >= 0.15 * np.abs(effects).max()
     assert len(found.texts) == large.sum()

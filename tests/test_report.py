@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import re
 from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
@@ -121,7 +122,7 @@ def test_each_measure_says_what_it_found_and_its_check(measure, page, parsed):
     result = open_result(page.with_name(f"{measure}.nc"))
     assert parsed.text.count(result.headline) == 2  # at the top, and over its picture
     assert f"check: {result.check}" in parsed.text
-    assert result.measure == measure
+    assert result.measure == ("patch_activations" if measure == "patch_heads" else measure)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -180,6 +181,13 @@ def test_what_it_says_how_to_make_again_is_what_it_made(page, parsed):
     assert units == ["0", "29"]
     assert "units=[0, 29], exact=True)" in parsed.text
     assert "--units 0,29 --exact" in parsed.text
+
+
+def test_patching_is_asked_about_heads_too(smollm2, page, parsed):
+    heads = open_result(page.with_name("patch_heads.nc")).data
+    assert dict(heads.mean_effect.sizes) == {"site": 1, "layer": 2, "head": smollm2.n_heads}
+    assert "sites=('head',), positions='all')" in parsed.text
+    assert "--positions all --site head" in parsed.text
 
 
 def test_an_older_report_is_replaced_and_nothing_else_is_left_behind(page, folder):
@@ -267,3 +275,18 @@ def test_a_model_without_a_frozen_form_gets_the_direct_gauge(smollm2, monkeypatc
     assert "gauge='direct'" in last.python
     assert "--gauge direct" in last.command
     assert "do not become linear" in last.reading
+
+
+def test_a_model_whose_heads_are_not_found_is_patched_by_branches(smollm2, monkeypatch):
+    assert report_module._inside(smollm2) == ("head",)
+
+    def refuses(*_):
+        raise UnsupportedModelError("no heads")
+
+    monkeypatch.setattr(type(smollm2), "require_inside", refuses)
+    question = report_module.Question(CLEAN, CORRUPTED, " Mary", " John")
+    asked = {each.name: each for each in itertools.islice(report_module._sections(smollm2, question, "smollm2", {}), 3)}
+    section = asked["patch_heads"]
+    assert "sites=('attn', 'mlp')" in section.python
+    assert section.command.count("--site") == 2
+    assert "attention and MLP branch" in section.reading

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from resstream.cli.expanding import logit_paths, paths
 from resstream.cli.group import app, example
 from resstream.cli.overview import models, report
-from resstream.cli.reading import lens, patch
+from resstream.cli.patching import patch
+from resstream.cli.reading import lens
 from resstream.cli.removing import ablate, ensemble, lesion
 
 __all__ = ["app"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 _SUFFIXES = (".png", ".pdf", ".svg", ".csv", ".nc")
 _SPAN = re.compile(r"\s*(\d+)-(\d+)\s*")
 _NUMBER = re.compile(r"\s*-?\d+\s*")
-_TOGETHER = re.compile(r"\s*-?\d+(\+-?\d+)+\s*")
+_HEAD = re.compile(r"\s*\d+\.head\.\d+\s*")
 
 
 def _outs(paths: list[Path] | None) -> list[Path]:
@@ -40,8 +41,8 @@ def site_option(what: str, default: str) -> Any:
     return typer.Option(help=f"{what}, by default {default}; repeat the option for several.")
 
 
-def metric_of(answer: str | None, against: str | None) -> Any:
-    """A logit difference of two answers, the log-probability of one, or none: the loss."""
+def metric_of(answer: str | Sequence[str] | None, against: str | Sequence[str] | None) -> Any:
+    """A logit difference of two answers, the log-probability of one, or none: the loss; lists have one a prompt."""
     from resstream.measure.metrics import log_prob, logit_diff
 
     if answer is None:
@@ -52,15 +53,42 @@ def metric_of(answer: str | None, against: str | None) -> Any:
 
 
 def layers_of(text: str, *, sets: bool = False) -> Any:
-    """Layers as they are typed; with sets, "3+5" stands for two that are removed together.
+    """Layers as they are typed; with sets, "3+5" stands for two that are removed together, and heads have names.
 
     >>> layers_of("each"), layers_of("0,5,8-11"), layers_of("3+5,2", sets=True)
     ('each', [0, 5, 8, 9, 10, 11], [[3, 5], 2])
+    >>> layers_of("5.head.3,5.head.4+7.head.0", sets=True)
+    ['5.head.3', ['5.head.4', '7.head.0']]
     """
     if text == "each":
         return text
-    form = "0,5,8-11 or 3+5" if sets else "0,5,8-11"
+    form = "0,5,8-11 or 3+5, or heads as in 5.head.3" if sets else "0,5,8-11"
     return _listed(text, "layer", f'write "each", or numbers as in {form}', sets=sets)
+
+
+def parts_of(text: str, what: str) -> Any:
+    """Heads or neurons as they are typed.
+
+    >>> parts_of("each", "head"), parts_of("0,3-5", "head")
+    ('each', [0, 3, 4, 5])
+    """
+    return text if text in ("each", "all") else _listed(text, what, 'write "each", "all", or numbers as in 0,3-5')
+
+
+def places_of(texts: list[str] | None) -> Any:
+    """Choices of positions as they are typed, each on its own: numbers are indices, other text is to be found.
+
+    >>> places_of(None), places_of(["all"]), places_of(["last", "0", " Eiffel"])
+    ('each', 'all', ['last', 0, ' Eiffel'])
+    """
+    if not texts:
+        return "each"
+    for alone in ("each", "all"):
+        if alone in texts and len(texts) > 1:
+            raise typer.BadParameter(f'positions "{alone}" leaves no others; give it alone')
+    if texts[0] in ("each", "all"):
+        return texts[0]
+    return [int(text) if _NUMBER.fullmatch(text) else text for text in texts]
 
 
 def counts_of(text: str | None) -> list[int] | None:
@@ -110,10 +138,11 @@ def _listed(text: str, what: str, remedy: str, *, sets: bool = False) -> list[An
     for part in text.split(","):
         if span := _SPAN.fullmatch(part):
             chosen += range(int(span[1]), int(span[2]) + 1)
-        elif sets and _TOGETHER.fullmatch(part):
-            chosen.append([int(number) for number in part.split("+")])
         elif _NUMBER.fullmatch(part):
             chosen.append(int(part))
+        elif sets and all(_NUMBER.fullmatch(one) or _HEAD.fullmatch(one) for one in part.split("+")):
+            members = [int(one) if _NUMBER.fullmatch(one) else one.strip() for one in part.split("+")]
+            chosen.append(members if len(members) > 1 else members[0])
         else:
             raise typer.BadParameter(f'{what}s "{text}": "{part}" is no {what}; {remedy}')
     return chosen

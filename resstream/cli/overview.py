@@ -21,7 +21,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("resstream-report"),
     threads: Threads = None,
 ) -> None:
-    """Measure one pair of prompts seven ways, as a page.
+    """Measure one pair of prompts eight ways, as a page.
 
     Without prompts it asks about Mary, John and the store.
     """

@@ -1,4 +1,4 @@
-"""The commands that read the stream and move its states: the logit lens and activation patching."""
+"""The command that reads the stream: the logit lens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from resstream.cli.options import (
-    Against,
-    Answer,
-    Layers,
-    Model,
-    Out,
-    Prompts,
-    RightAnswer,
-    Threads,
-    layers_of,
-    metric_of,
-    site_option,
-)
+from resstream.cli.options import Answer, Model, Out, Prompts, Threads, site_option
 from resstream.cli.steps import loaded, show, watched
 
 
@@ -40,27 +28,3 @@ def lens(
 
     options: dict[str, Any] = {"sites": site or "resid_post", "targets": answer, "top_k": top}
     show(logit_lens(opened, prompts, **options, progress=watched()), out)
-
-
-def patch(
-    clean: Annotated[str, typer.Argument(help="Prompt to which the answer is right.", show_default=False)],
-    corrupted: Annotated[str, typer.Argument(help="Prompt of as many tokens.", show_default=False)],
-    answer: RightAnswer,
-    against: Against = None,
-    model: Model = "smollm2",
-    site: Annotated[list[str] | None, site_option("Kind of place", "resid_pre")] = None,
-    direction: Annotated[str, typer.Option(help='"denoise" or "noise".')] = "denoise",
-    layers: Layers = "each",
-    out: Out = None,
-    threads: Threads = None,
-) -> None:
-    """Move activations from one run into another.
-
-    Where is the answer decided?
-    """
-    options: dict[str, Any] = {"sites": site or "resid_pre", "direction": direction, "layers": layers_of(layers)}
-    metric = metric_of(answer, against)
-    opened = loaded(model, threads)
-    from resstream.measure.patching import patch_activations
-
-    show(patch_activations(opened, clean, corrupted, metric, **options, progress=watched()), out)

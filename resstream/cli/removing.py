@@ -26,9 +26,11 @@ def ablate(
     answer: Answer = None,
     against: Against = None,
     model: Model = "smollm2",
-    unit: Annotated[str, typer.Option(help='What to remove: "layer", "attn" or "mlp".')] = "layer",
+    unit: Annotated[str, typer.Option(help='What to remove: "layer", "attn", "mlp" or "head".')] = "layer",
     how: Annotated[str, typer.Option(help='"skip", "zero", "mean" or "resample".')] = "skip",
-    layers: Annotated[str, typer.Option(help='"each", or numbers and ranges; 3+5 goes together.')] = "each",
+    layers: Annotated[
+        str, typer.Option(help='"each", or numbers and ranges, or heads such as 5.head.3; 3+5 goes together.')
+    ] = "each",
     out: Out = None,
     threads: Threads = None,
 ) -> None:

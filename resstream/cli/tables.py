@@ -1,4 +1,4 @@
-"""What stands out in a result, as tables of text: one or two for each prompt, or one for all of them."""
+"""What stands out in a result, as tables of text: one or two for each prompt, or some for all of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Table:
 
 def tables_of(result: Result) -> Iterator[Table]:
     """The tables of a result."""
-    if result.measure == "lesion_curve":
-        yield _lesions(result)
+    if result.measure in _WHOLE:
+        yield from _WHOLE[result.measure](result)
         return
     for prompt in range(result.data.sizes["prompt"]):
         yield from _TABLES[result.measure](result, prompt)
@@ -66,20 +66,37 @@ def _lens(result: Result, prompt: int) -> Iterator[Table]:
     yield Table(f"Prompt {prompt}: next token after {visible(str(last.token.values))!r}", columns, rows)
 
 
-def _patching(result: Result, prompt: int) -> Iterator[Table]:
-    """The cells with the largest effects."""
+def _patching(result: Result) -> Iterator[Table]:
+    """The cells with the largest effects on each metric: of a pair, or of several with their intervals."""
+    several = result.data.sizes["prompt"] > 1
+    effect = "mean_effect" if several else "effect"
+    frame = result.to_dataframe(effect)
+    frame = frame.reindex(frame[effect].abs().sort_values(ascending=False, kind="stable").index).dropna(subset=effect)
+    metrics = result.data.metric_name.values if "metric_name" in result.data.dims else [None]
+    for number, name in enumerate(metrics):
+        rows = []
+        for row in (frame if name is None else frame[frame["metric_name"] == name])[:MOST].to_dict("records"):
+            part = "".join(f".{row[part]}" for part in ("head", "neuron") if part in row)
+            where = (str(row["position"]), _token_at(result, row["position"])) if "position" in row else ()
+            more = f"{row['effect_low']:+.3f} to {row['effect_high']:+.3f}" if several else f"{row['metric']:.3f}"
+            rows.append((f"{row['layer']}.{row['site']}{part}", *where, f"{row[effect]:+.3f}", more))
+        if not rows:
+            continue
+        placed = ("position", "token") if "position" in frame else ()
+        columns = ("site", *placed, "effect", "95% interval" if several else _metric_column(result, number))
+        of = f"Mean of {result.data.sizes['prompt']} pairs" if several else "Pair 0"
+        about = f" on {_metric_column(result, number)}" if several or name is not None else ""
+        yield Table(f"{of}: the largest effects{about}", columns, rows)
+
+
+def _token_at(result: Result, position: object) -> str:
+    """The token at a position, both where the runs differ, or nothing where pairs do."""
     from resstream.plots.canvas import visible
 
-    frame = result.to_dataframe()
-    frame = frame[frame["prompt"] == prompt]
-    frame = frame.reindex(frame["effect"].abs().sort_values(ascending=False, kind="stable").index)[:MOST]
-    placed = "position" in frame
-    rows = []
-    for row in frame.to_dict("records"):
-        where = (str(row["position"]), _pair(visible(row["token"]), visible(row["corrupted_token"]))) if placed else ()
-        rows.append((f"{row['layer']}.{row['site']}", *where, f"{row['effect']:+.3f}", f"{row['metric']:.3f}"))
-    columns = ("site", *(("position", "token") if placed else ()), "effect", _metric_column(result))
-    yield Table(f"Pair {prompt}: the largest effects", columns, rows)
+    here = result.data.sel(position=position)
+    texts = here.token.values, here.corrupted_token.values
+    pairs = {(visible(str(a)), visible(str(b))) for a, b in zip(*texts, strict=True)}
+    return _pair(*pairs.pop()) if len(pairs) == 1 else ""
 
 
 def _ablation(result: Result, prompt: int) -> Iterator[Table]:
@@ -93,7 +110,7 @@ def _ablation(result: Result, prompt: int) -> Iterator[Table]:
     yield Table(base, ("removed", "effect", _metric_column(result)), rows)
 
 
-def _lesions(result: Result) -> Table:
+def _lesions(result: Result) -> Iterator[Table]:
     """Each lesion, as a mean over prompts and draws."""
     rows = []
     for number in range(result.data.sizes["lesion"]):
@@ -105,7 +122,7 @@ def _lesions(result: Result) -> Table:
         rows.append((str(int(here.lesion)), f"{float(here.effect_mean):+.3f}", interval, control, moved, kept))
     whole = f"Loss of the whole model {float(result.data.base_loss.mean()):.3f} nats"
     columns = ("count", "loss, change", "95% interval", "control", "KL", "top-1 kept")
-    return Table(f"{whole}; {result.settings['counted']}; control: {result.settings['control']}", columns, rows)
+    yield Table(f"{whole}; {result.settings['counted']}; control: {result.settings['control']}", columns, rows)
 
 
 def _ensemble(result: Result, prompt: int) -> Iterator[Table]:
@@ -160,9 +177,13 @@ def _logit_paths(result: Result, prompt: int) -> Iterator[Table]:
     yield Table(title, ("length", "term", *(f"from {kind}" for kind in begin), "sum so far"), rows)
 
 
+_WHOLE: dict[str, Callable[[Result], Iterator[Table]]] = {
+    "patch_activations": _patching,
+    "attribution_patching": _patching,
+    "lesion_curve": _lesions,
+}
 _TABLES: dict[str, Callable[[Result, int], Iterator[Table]]] = {
     "logit_lens": _lens,
-    "patch_activations": _patching,
     "ablate_layers": _ablation,
     "layer_ensemble": _ensemble,
     "path_lengths": _paths,
@@ -183,5 +204,8 @@ def _pair(clean: str, corrupted: str) -> str:
     return clean if clean == corrupted else f"{clean} -> {corrupted}"
 
 
-def _metric_column(result: Result) -> str:
-    return f"{result.settings['metric']} ({result.settings['units']})"
+def _metric_column(result: Result, number: int = 0) -> str:
+    """A metric with its units, the one of that number where there are several."""
+    both = (result.settings[name] for name in ("metric", "units"))
+    metric, units = (each if isinstance(each, str) else each[number] for each in both)
+    return f"{metric} ({units})"

@@ -19,17 +19,23 @@ from matplotlib.figure import Figure
 from resstream.errors import ResultError, listed
 from resstream.plots.ablation import draw_ablation
 from resstream.plots.canvas import Place
+from resstream.plots.comparison import draw_comparison
 from resstream.plots.ensemble import draw_ensemble
 from resstream.plots.lens import draw_lens
 from resstream.plots.lesions import draw_lesions
 from resstream.plots.logit_paths import draw_logit_paths
 from resstream.plots.patching import draw_patching
+from resstream.plots.path_patching import draw_path_patching
 from resstream.plots.paths import draw_paths
 from resstream.result import Result
 
 _DRAWINGS: dict[str, Callable[..., Axes]] = {
     "logit_lens": draw_lens,
     "patch_activations": draw_patching,
+    "attribution_patching": draw_patching,
+    "compare": draw_comparison,
+    "path_patching": draw_path_patching,
+    "direct_effects": draw_path_patching,
     "ablate_layers": draw_ablation,
     "lesion_curve": draw_lesions,
     "path_lengths": draw_paths,
@@ -44,8 +50,9 @@ def draw(result: Result, ax: Axes | None = None, **options: Any) -> Axes:
     Args:
         result: what a measure returned.
         ax: where to draw; by default a new figure of pyplot's, which a notebook shows, sized to what is drawn.
-        **options: `prompt` for any measure; for `logit_lens` `variable` and `show`; for `patch_activations` `site` and
-            `show`; for `lesion_curve` `show`; for `path_lengths` and `layer_ensemble` `panel`.
+        **options: `prompt` for any measure; for `logit_lens` `variable` and `show`; for `patch_activations` and
+            `attribution_patching` `site`, `metric`, `panel` and `show`; for `path_patching` and `direct_effects`
+            `receiver` and `show`; for `lesion_curve` `show`; for `path_lengths` and `layer_ensemble` `panel`.
     Returns:
         The Axes that were drawn on; `.figure` is theirs.
     Raises:

@@ -118,9 +118,10 @@ def title_text(result: Result, *lines: str) -> tuple[str, dict[str, Any]]:
     return "\n".join(readable(line) for line in (*failed, *lines)), look
 
 
-def metric_of(result: Result) -> tuple[str, str]:
-    """The name and the unit of the metric that a result is about."""
-    name, units = str(result.settings.get("metric", "metric")), str(result.settings.get("units", "its own units"))
+def metric_of(result: Result, number: int = 0) -> tuple[str, str]:
+    """The name and the unit of the metric that a result is about, or of one of them where there are several."""
+    both = (result.settings.get("metric", "metric"), result.settings.get("units", "its own units"))
+    name, units = (str(each[number] if isinstance(each, list) else each) for each in both)
     return readable(name.replace(" - ", " − ")), readable(units)
 
 
@@ -142,7 +143,8 @@ def prompts_of(result: Result, prompt: int | None) -> xr.Dataset:
     if prompt is not None and prompt not in range(count):
         raise ResultError(f"no prompt {prompt!r}: this {result.measure} result has prompts 0-{count - 1}; try prompt=0")
     data = result.data if prompt is None else result.data.isel(prompt=[prompt])
-    if "position" in data.dims and "length" in data:
+    # Positions that were chosen by name are there in every prompt.
+    if "position" in data.dims and "length" in data and np.issubdtype(data.position.dtype, np.integer):
         data = data.isel(position=np.flatnonzero(data.position.values < data.length.values.max()))
     return data
 
@@ -172,23 +174,22 @@ def variable_of(result: Result, name: str) -> xr.DataArray:
     return result.data[name]
 
 
-def heatmap(ax: Axes, values: np.ndarray, *, cmap: str, norm: Normalize, label: str, grid: str = "white") -> AxesImage:
+def heatmap(
+    ax: Axes, values: np.ndarray, *, cmap: str, norm: Normalize, label: str | None, grid: str = "white"
+) -> AxesImage:
     """An image whose first row is at the bottom, with a labelled colour bar; grey where there is no number.
 
     Args:
         ax: where to draw.
         values: one number a cell.
         cmap, norm: name of the colour map, and the range that it covers; the bar shows whether values go beyond.
-        label: what the colours mean, with the unit.
+        label: what the colours mean, with the unit; None leaves the bar to `colour_bar`, which several images share.
         grid: colour of the thin lines between cells.
     """
     colours = mpl.colormaps[cmap].with_extremes(bad="#d9d9d9")
     image = ax.imshow(values, cmap=colours, norm=norm, origin="lower", aspect="auto", interpolation="nearest")
-    beyond = (bool((values < norm.vmin).any()), bool((values > norm.vmax).any()))
-    extend = {(True, False): "min", (False, True): "max", (True, True): "both"}.get(beyond, "neither")
-    bar = ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.015, aspect=35, extend=extend)
-    bar.set_label(label, **plain())
-    bar.outline.set_visible(False)
+    if label is not None:
+        colour_bar(image, [ax], label)
     if min(inches / count for inches, count in zip(_inches(ax), values.shape[::-1], strict=True)) > 0.05:
         ax.set_xticks(np.arange(1, values.shape[1]) - 0.5, minor=True)
         ax.set_yticks(np.arange(1, values.shape[0]) - 0.5, minor=True)
@@ -199,6 +200,19 @@ def heatmap(ax: Axes, values: np.ndarray, *, cmap: str, norm: Normalize, label: 
     ax.tick_params(length=2)
     ax.spines[:].set_visible(False)
     return image
+
+
+def colour_bar(image: AxesImage, axes: Sequence[Axes], label: str) -> None:
+    """A labelled bar for one image, or for several that have the same colours; it shows whether values go beyond."""
+    values, norm = image.get_array(), image.norm
+    assert values is not None
+    beyond = (bool((values < norm.vmin).any()), bool((values > norm.vmax).any()))
+    extend = {(True, False): "min", (False, True): "max", (True, True): "both"}.get(beyond, "neither")
+    share = min(len(axes), 2)
+    look: dict[str, Any] = {"fraction": 0.05 / share, "aspect": 35 * share, "pad": 0.015}
+    bar = axes[0].figure.colorbar(image, ax=list(axes), extend=extend, **look)
+    bar.set_label(label, **plain())
+    bar.outline.set_visible(False)
 
 
 def write_cells(image: AxesImage, texts: np.ndarray, *, strong: np.ndarray | None = None) -> None:
@@ -236,6 +250,16 @@ def write_cells(image: AxesImage, texts: np.ndarray, *, strong: np.ndarray | Non
             )
             # Hundreds of texts inside the image would slow the layout down, and cannot change it.
             written.set_in_layout(False)
+
+
+def cell_number(value: float) -> str:
+    """A number as short as a cell needs it, in two decimals; nothing for none.
+
+    >>> cell_number(0.314), cell_number(-0.05), cell_number(10.5), cell_number(float("nan"))
+    ('.31', '−.05', '10.50', '')
+    """
+    text = "" if np.isnan(value) else f"{abs(value):.2f}".removeprefix("0")
+    return f"−{text}" if text and value < 0 else text
 
 
 def token_ticks(ax: Axes, labels: Sequence[str]) -> None:

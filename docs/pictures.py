@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 import resstream as rs
 
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
+UNRELATED = "While Kate or Paul sat in a park; Paul sold his book for"
 FACT = "The Eiffel Tower is in the city of"
 PROSE = (
     "The old harbour had been quiet for years before the ferries came back. Now the cafes open early, and by noon the "
@@ -32,6 +38,36 @@ def main() -> None:
     for result in results:
         print(result)
         result.plot().figure.savefig(folder / f"{result.measure}.png", dpi=80, bbox_inches="tight")
+    patching_scaling(model).savefig(folder / "patching_scaling.png", dpi=80, bbox_inches="tight")
+
+
+def patching_scaling(model: rs.ResidualModel) -> Figure:
+    """What a cell costs as the grid grows along each of its axes, in prompts that differ at every position."""
+
+    def seconds(pairs: int, layers: range, positions: range) -> float:
+        clean, corrupted = [CLEAN] * pairs, [UNRELATED] * pairs
+        options = {"layers": list(layers), "positions": list(positions)}
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            rs.patch_activations(model, clean, corrupted, rs.logit_diff(" Mary", " John"), **options)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    some, every = range(0, 30, 10), range(14)
+    grids = {
+        "layers": [(1, range(0, 30, step), every) for step in (8, 4, 2, 1)],
+        "positions": [(1, some, range(0, 14, step)) for step in (4, 2, 1)],
+        "pairs": [(pairs, some, every) for pairs in (1, 2, 4, 8)],
+    }
+    figure, ax = plt.subplots(figsize=(6, 4))
+    for axis, sizes in grids.items():
+        cells = [pairs * len(layers) * len(positions) for pairs, layers, positions in sizes]
+        costs = [1e3 * seconds(*size) / count for size, count in zip(sizes, cells, strict=True)]
+        ax.plot(cells, costs, marker="o", label=f"more {axis}")
+    ax.set(xscale="log", ylim=(0, None), xlabel="cells of the grid", ylabel="ms a cell", title="Patching SmolLM2")
+    ax.legend()
+    return figure
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resstream import prompts as prompts
     from resstream.check import Check as Check
     from resstream.errors import EditError as EditError
     from resstream.errors import LoadError as LoadError
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from resstream.errors import SiteError as SiteError
     from resstream.errors import UnsupportedModelError as UnsupportedModelError
     from resstream.measure.ablation import ablate_layers as ablate_layers
+    from resstream.measure.comparison import compare as compare
+    from resstream.measure.direct_effects import direct_effects as direct_effects
     from resstream.measure.ensemble import layer_ensemble as layer_ensemble
+    from resstream.measure.gradients import attribution_patching as attribution_patching
     from resstream.measure.lens import logit_lens as logit_lens
     from resstream.measure.lesions import lesion_curve as lesion_curve
     from resstream.measure.logit_paths import logit_by_path_length as logit_by_path_length
@@ -31,8 +35,11 @@ if TYPE_CHECKING:
     from resstream.measure.metrics import logit_diff as logit_diff
     from resstream.measure.metrics import loss as loss
     from resstream.measure.patching import patch_activations as patch_activations
+    from resstream.measure.path_patching import path_patching as path_patching
     from resstream.measure.paths import path_lengths as path_lengths
     from resstream.models import load as load
+    from resstream.models.text import Substring as Substring
+    from resstream.models.tokens import PerPrompt as PerPrompt
     from resstream.models.trunk import ResidualModel as ResidualModel
     from resstream.result import Result as Result
     from resstream.result import open_result as open_result
@@ -52,16 +59,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Rooms that are public as a whole, such as rs.prompts.
+_ROOMS = ("prompts",)
+
 # Where each public name lives, in the order of the story: load, read, edit, measure, keep. Names are imported when they
 # are first used, so that importing the package costs next to nothing.
 _HOMES = {
     "models": ("load",),
     "models.trunk": ("ResidualModel",),
+    "models.text": ("Substring",),
+    "models.tokens": ("PerPrompt",),
     "stream.read": ("read", "Stream"),
     "stream.edited": ("edited",),
     "stream.edits": ("Replace", "Add", "Scale", "Zero", "Mean", "Resample", "Noise", "Apply", "Skip", "Reorder"),
     "measure.lens": ("logit_lens",),
     "measure.patching": ("patch_activations",),
+    "measure.gradients": ("attribution_patching",),
+    "measure.comparison": ("compare",),
+    "measure.path_patching": ("path_patching",),
+    "measure.direct_effects": ("direct_effects",),
     "measure.ablation": ("ablate_layers",),
     "measure.lesions": ("lesion_curve",),
     "measure.paths": ("path_lengths",),
@@ -83,10 +99,12 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF]
+__all__ = [*_HOME_OF, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"resstream.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'resstream' has no attribute {name!r}")
     value = getattr(import_module(f"resstream.{_HOME_OF[name]}"), name)

@@ -14,9 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "resstream"
 
 # From the ground up. A file that fits no row is a finding too: a new room wants a decision about what it may import.
 GROUND = {"errors", "sites", "check"}
-TRUNK = GROUND | {"models.tokens", "models.trunk"}
-MEASURE = TRUNK | {"result", "stream", "measure.metrics", "measure.labels"}
-SHARED = ("orders", "removal", "subsets", "intervals", "path_counts", "path_statistics")  # parts, not measures
+TRUNK = GROUND | {"models.text", "models.tokens", "models.left_context", "models.carry", "models.trunk"}
+MEASURE = TRUNK | {"result", "stream", "measure.metrics", "measure.answers", "measure.labels"}
+# Parts that measures share, no measures themselves.
+PATCHING = ("pairs", "columns", "cells", "transplant", "effects", "endpoints", "path_rows", "path_grid")
+SLOPES = ("estimates", "gradient_sweep")
+SHARED = ("orders", "removal", "subsets", "intervals", "path_counts", "path_statistics", *PATCHING, *SLOPES)
 PARTS = {f"measure.{room}" for room in SHARED}
 EVERYTHING = MEASURE | {"plots", "models", "models.bundled", "measure", "lab", "lab.experiments", "prompts", "package"}
 MAY_IMPORT = {
@@ -25,22 +28,36 @@ MAY_IMPORT = {
     "check": {"errors"},
     "result": GROUND,
     "plots": GROUND | {"result", "plots"},
-    "models.tokens": GROUND,
-    "models.trunk": GROUND | {"models.tokens"},
+    "models.text": GROUND,
+    "models.tokens": GROUND | {"models.text"},
+    "models.left_context": GROUND | {"models.tokens"},
+    "models.carry": set(),
+    "models.trunk": GROUND | {"models.tokens", "models.left_context", "models.carry"},
     "models.bundled": {"errors", "sites", "models.trunk"},
     "models": TRUNK | {"models"},
     "models.__init__": TRUNK | {"models", "models.bundled"},
     "stream": TRUNK | {"stream"},
-    "prompts": TRUNK,
+    "prompts": TRUNK | {"measure.metrics", "prompts"},
     "measure": MEASURE | PARTS,
     "measure.metrics": MEASURE,
     "measure.labels": TRUNK,
+    "measure.answers": TRUNK,
     "measure.removal": TRUNK | {"stream", "measure.labels"},
     "measure.subsets": {"measure.intervals"},
     "measure.intervals": set(),
     "measure.path_counts": set(),
     "measure.path_statistics": TRUNK | {"stream", "measure.labels", "measure.intervals", "measure.path_counts"},
     "measure.orders": set(),
+    "measure.pairs": TRUNK | {"stream", "measure.metrics"},
+    "measure.columns": TRUNK | {"measure.labels", "measure.pairs"},
+    "measure.cells": TRUNK | {"measure.pairs", "measure.columns"},
+    "measure.transplant": TRUNK | {"stream"},
+    "measure.effects": {f"measure.{room}" for room in ("cells", "pairs", "intervals", "labels", "metrics")},
+    "measure.endpoints": TRUNK | {"stream"},
+    "measure.path_rows": TRUNK | {"stream", "measure.endpoints", "measure.pairs", "measure.transplant"},
+    "measure.path_grid": MEASURE | {f"measure.{room}" for room in PATCHING},
+    "measure.estimates": TRUNK | {"stream", "measure.metrics"},
+    "measure.gradient_sweep": MEASURE | {f"measure.{room}" for room in ("estimates", "cells", "pairs", "transplant")},
     "measure.__init__": MEASURE | {"measure"},
     "lab": TRUNK | {"result", "lab"},
     "lab.experiments": TRUNK | {"result", "lab", "lab.experiments", "measure", "measure.metrics", "measure.labels"},
@@ -49,8 +66,8 @@ MAY_IMPORT = {
     "cli": EVERYTHING | {"report", "sweep", "cli"},
 }
 OWN_ROOMS = {
-    "models": {"tokens", "trunk", "bundled", "__init__"},
-    "measure": {"metrics", "labels", "__init__", *SHARED},
+    "models": {"text", "tokens", "left_context", "carry", "trunk", "bundled", "__init__"},
+    "measure": {"metrics", "answers", "labels", "__init__", *SHARED},
     "lab": {"experiments"},
 }
 NEVER_TORCH = GROUND | {"result", "plots"}
@@ -163,6 +180,7 @@ PLANTED = {
         "plots may never import torch",
     ),
     "trunk knows an architecture": ("models/trunk.py", "from . import causal_lm", "models.trunk may not import models"),
+    "left context knows a trunk": ("models/left_context.py", "from . import trunk", "may not import models.trunk"),
     "bundled loads": ("models/bundled.py", "from resstream.models import load", "models.bundled may not import models"),
     "stream measures": ("stream/run.py", "from resstream.measure import metrics", "may not import measure.metrics"),
     "stream loads": ("stream/run.py", "from resstream.models import load", "stream may not import models"),
@@ -195,7 +213,8 @@ ALLOWED = {
     "lab/experiments.py": "from resstream.measure.lens import f\nfrom resstream.lab import nets",
     "models/__init__.py": "from resstream.models.bundled import obtain\nfrom . import causal_lm",
     "models/causal_lm.py": "m.register_forward_hook(f)\nm.forward = f",
-    "models/trunk.py": "import torch",
+    "models/trunk.py": "from resstream.models.left_context import LeftContext",
+    "models/left_context.py": "from resstream.models.tokens import Tokens",
     "models/bundled.py": "",
     "stream/run.py": "from . import edits",
     "stream/edits.py": "from resstream.sites import Site",

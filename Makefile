@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # The theme announces the end of its own line on every build; the range in pyproject.toml stays below it.
@@ -16,7 +17,8 @@ help:
 	@echo "make docs    build the documentation into site/"
 	@echo "make bench   run the benchmarks in tests/benchmarks/"
 	@echo "make clean   remove what the others wrote, except the environment"
-	@echo "Set PYTHON=python3.11 to choose an interpreter, VENV=folder to choose where the environment lives."
+	@echo "Set PYTHON=python3.11 to choose an interpreter, VENV=folder to choose where the environment lives, WORKERS=4"
+	@echo "to run the tests on more cores."
 
 # The pinned torch comes first and alone, so that a small CPU build is taken where one is at hand.
 $(RUN_STAMP): pyproject.toml constraints.txt
@@ -27,7 +29,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev,oracles]"
 	@touch $@
 
 demo: $(RUN_STAMP)
@@ -35,12 +37,14 @@ demo: $(RUN_STAMP)
 	@echo "The report is at $(CURDIR)/demo-report/index.html"
 
 # pytest comes last, so that its summary is the last line. (mkdocs --quiet would hide warnings from --strict, too.)
+# The model is loaded once before, since the first load writes a cache that all workers then read.
 test: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MKDOCS) build --strict
-	$(BIN)/python -m pytest
+	$(BIN)/python -c 'import resstream; resstream.load("smollm2")'
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 docs: $(DEV_STAMP)
 	$(MKDOCS) build --strict

@@ -66,6 +66,8 @@ def patching_scaling(model: rs.ResidualModel) -> Figure:
         costs = [1e3 * seconds(*size) / count for size, count in zip(sizes, cells, strict=True)]
         ax.plot(cells, costs, marker="o", label=f"more {axis}")
     ax.set(xscale="log", ylim=(0, None), xlabel="cells of the grid", ylabel="ms a cell", title="Patching SmolLM2")
+    ax.set_xticks(ticks := [10, 20, 50, 100, 200, 500], map(str, ticks))
+    ax.minorticks_off()
     ax.legend()
     return figure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -14,7 +15,20 @@ from jaxtyping import install_import_hook
 
 # More threads than free cores make everything slower, and an order of addition that varies makes bit-equality fail.
 torch.set_num_threads(1)
-install_import_hook("resstream", "beartype.beartype")
+
+
+def pytest_configure(config):
+    """Check shapes in tests; benchmarks measure what users run, where nothing is checked."""
+    if not any(pattern.startswith("bench") for pattern in config.getini("python_files")):
+        install_import_hook("resstream", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_closed():
+    """What one test draws is not there in the next."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture(scope="session")

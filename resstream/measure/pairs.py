@@ -42,9 +42,10 @@ class Pairs:
         """
         if not metrics:
             raise MetricError("no metrics to measure; give one, such as rs.logit_diff(...), or a list of several")
-        first, second = (extended(model, model.tokenize(prompts), metrics) for prompts in (clean, corrupted))
+        first, second = model.tokenize(clean), model.tokenize(corrupted)
         if len(first) != len(second):
             raise PromptError(f"{len(first)} clean prompts, but {len(second)} corrupted ones; give them in pairs")
+        first, second = (extended(model, tokens, metrics) for tokens in (first, second))
         for number, (one, other) in enumerate(zip(first.strings, second.strings, strict=True)):
             if len(one) != len(other):
                 raise PromptError(

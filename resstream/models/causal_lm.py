@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from threading import RLock
 from typing import Any, Literal, TypeGuard
 from weakref import WeakKeyDictionary
@@ -284,6 +285,16 @@ class CausalLM(ResidualModel):
         with self.running():
             return self._forward(tokens).logits
 
+    def own_last_logits(self, tokens: Tokens) -> Float[Tensor, "prompt vocab"]:
+        """Logits of one plain call, asked for at the last tokens alone: long prompts' logits are large."""
+        places = sorted(set(tokens.last))
+        if "logits_to_keep" not in signature(self.hf_model.forward).parameters:
+            return super().own_last_logits(tokens)
+        kept = torch.tensor(places, device=self.device)
+        with self.running():
+            logits = self._forward(tokens, logits_to_keep=kept).logits
+        return logits[range(len(tokens)), [places.index(last) for last in tokens.last]]
+
     def verify(self) -> Check:
         """Hold the opened trunk against plain hooks on one forward pass of the model."""
         return prove_sum(self)
@@ -350,10 +361,10 @@ class CausalLM(ResidualModel):
         """In what form a block or branch returns its output, as seen on a real pass."""
         return self.returns.get(type(module).__name__)
 
-    def _forward(self, tokens: Tokens, cache: Cache | None = None) -> Any:
+    def _forward(self, tokens: Tokens, cache: Cache | None = None, **options: Any) -> Any:
         mask = tokens.mask.long() if tokens.padded else None
         if cache is None:
-            return self.hf_model(input_ids=tokens.ids, attention_mask=mask, use_cache=False)
+            return self.hf_model(input_ids=tokens.ids, attention_mask=mask, use_cache=False, **options)
         ids = tokens.ids[:, cache.get_seq_length() :]
         return self.hf_model(input_ids=ids, attention_mask=mask, **arguments_with(cache, self.hf_model))
 

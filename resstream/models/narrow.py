@@ -22,13 +22,32 @@ def narrow_calls(
         rows: how many of the first rows are wanted.
         cache: what the narrower calls are given in place of their cache.
     """
+    done: dict[tuple[int, int], Any] = {}
+
+    def once(value: Any, other: Any) -> Any:
+        """Blocks are mostly given the very same masks and tables, so each is cut once."""
+        key = id(value), id(other)
+        if key not in done:
+            done[key] = _narrow(value, other, rows, cache)
+        return done[key]
+
+    def each(values: Any, others: Any) -> Any:
+        if len(values) != len(others):
+            raise _Unlike
+        if isinstance(values, dict):
+            return {name: once(value, others.get(name, _MISSING)) for name, value in values.items()}
+        return tuple(map(once, values, others))
+
     try:
         return tuple(
-            Call(_narrow(call.args, other.args, rows, cache), _narrow(call.kwargs, other.kwargs, rows, cache), call.key)
+            Call(each(call.args, other.args), each(call.kwargs, other.kwargs), call.key)
             for call, other in zip(calls, wider, strict=True)
         )
     except _Unlike:
         return None
+
+
+_MISSING = object()
 
 
 class _Unlike(Exception):

@@ -154,6 +154,10 @@ class ResidualModel(ABC):
     def own_logits(self, tokens: Tokens) -> Float[Tensor, "prompt pos vocab"]:
         """The logits of the model's own, unopened forward pass: what every claim here is held against."""
 
+    def own_last_logits(self, tokens: Tokens) -> Float[Tensor, "prompt vocab"]:
+        """The same at each prompt's own last token."""
+        return self.own_logits(tokens)[range(len(tokens)), list(tokens.last)]
+
     @abstractmethod
     def verify(self) -> Check:
         """Prove on a real forward pass that pre + attn + mlp = post in each layer, and readout gives the logits."""

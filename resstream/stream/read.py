@@ -169,7 +169,7 @@ def every_site(model: ResidualModel, sites: str | Sequence[str]) -> list[Site]:
 
 def check_final(model: ResidualModel, tokens: Tokens, logits: Float[Tensor, "prompt vocab"]) -> Check:
     """Hold logits at each prompt's last token against the model's own forward pass."""
-    own = model.own_logits(tokens)[range(len(tokens)), list(tokens.last)]
+    own = model.own_last_logits(tokens)
     return Check("base run = the model's own logits", relative_distance(logits, own), TOLERANCE[logits.dtype])
 
 

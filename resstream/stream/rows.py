@@ -70,10 +70,11 @@ class Row:
     change: Mapping[Site, Put | None] = field(default_factory=dict)
     twins: tuple[int, ...] = ()
 
-    def in_steps(self, layer: int) -> bool:
-        """Whether it runs a layer write by write: it changes a write or the middle there, or enters halfway."""
-        parted = any(site.layer == layer and (site.is_write or site.kind == "resid_mid") for site in self.change)
-        return parted or self.enter == Site(layer, "resid_mid")
+    @property
+    def in_steps(self) -> set[int]:
+        """The layers that it runs write by write: it changes a write or the middle there, or enters halfway."""
+        parted = {site.layer for site in self.change if site.is_write or site.kind == "resid_mid"}
+        return parted | {self.enter.layer} if self.enter.kind == "resid_mid" else parted
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from resstream.models.trunk import Inside, ResidualModel, Trunk
-from resstream.sites import Site
+from resstream.sites import INSIDE, Site
 from resstream.stream.memory import peak_bytes
 from resstream.stream.rows import Base, Put, Row, depth
 
@@ -26,7 +26,7 @@ MEMORY = 2**30
 TOKENS_PER_CHUNK = 4096
 
 # What a layer costs whatever its batch, counted in tokens that it could take along for the same time.
-_TOKENS_PER_CALL = 24
+_TOKENS_PER_CALL = 40
 _PROBE = 4
 
 
@@ -177,10 +177,10 @@ class _Climb:
 
     def _layer(self, layer: int, x: Tensor) -> Tensor:
         """One layer: whole for the rows that leave its writes as they are, write by write for the others."""
-        parted = [number for number in range(len(x)) if self.rows[number].in_steps(layer)]
-        whole = [number for number in range(len(x)) if not self.rows[number].in_steps(layer)]
+        parted = [number for number in self.in_steps.get(layer, ()) if number < len(x)]
         if not parted:
-            return self._whole(layer, x, whole)
+            return self._whole(layer, x, range(len(x)))
+        whole = sorted({*range(len(x))} - {*parted})
         after = torch.empty_like(x)
         after[parted] = self._in_steps(layer, x[parted], parted)
         if whole:
@@ -226,20 +226,40 @@ class _Climb:
 
     def _put(self, site: Site, x: Tensor, numbers: Sequence[int]) -> Tensor:
         """Put in place what rows change at a site of the stream."""
-        changes = {place: self.rows[number].change.get(site) for place, number in enumerate(numbers)}
-        puts = {place: put for place, put in changes.items() if put is not None}
-        if not puts:
+        changes = {number: put for number, _, put in self.changes.get(site, ()) if put is not None}
+        if not changes:
             return x
-        return torch.stack([puts[place].over(own) if place in puts else own for place, own in enumerate(x)])
+        own = zip(numbers, x, strict=True)
+        return torch.stack([changes[number].over(value) if number in changes else value for number, value in own])
 
     def _inside(self, layer: int, numbers: Sequence[int], branch: str | None = None) -> Inside | None:
         """What rows change inside a layer's branches, as functions of what the whole batch has there."""
-        by_kind: dict[str, list[tuple[int, Site, Put | None]]] = {}
-        for place, number in enumerate(numbers):
-            for site, put in self.rows[number].change.items():
-                if site.layer == layer and site.is_inside and branch in (None, site.branch):
-                    by_kind.setdefault(site.kind, []).append((place, site, put))
-        return {kind: _putting(puts) for kind, puts in by_kind.items()} or None
+        kinds = [Site(layer, kind) for kind in INSIDE if Site(layer, kind) in self.changes]
+        chosen = [site for site in kinds if branch in (None, site.branch)]
+        places = {number: place for place, number in enumerate(numbers)} if chosen else {}
+        puts = {
+            whole.kind: [(places[number], site, put) for number, site, put in self.changes[whole] if number in places]
+            for whole in chosen
+        }
+        return {kind: _putting(some) for kind, some in puts.items() if some} or None
+
+    @cached_property
+    def changes(self) -> dict[Site, list[tuple[int, Site, Put | None]]]:
+        """For each place, with all its parts, which rows change what there."""
+        found: dict[Site, list[tuple[int, Site, Put | None]]] = {}
+        for number, row in enumerate(self.rows):
+            for site, put in row.change.items():
+                found.setdefault(site.whole, []).append((number, site, put))
+        return found
+
+    @cached_property
+    def in_steps(self) -> dict[int, list[int]]:
+        """For each layer, the rows that run it write by write."""
+        found: dict[int, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            for layer in row.in_steps:
+                found.setdefault(layer, []).append(number)
+        return found
 
     def _trunk(self, numbers: Sequence[int]) -> Trunk:
         """The trunk for a batch of these rows; the last few are kept, since batches change only where rows join."""
@@ -256,7 +276,7 @@ class _Climb:
         """The trunk for all rows; as they join one after another, most batches are the first of them."""
         return _trunk(self.model, self.base, self.prompts, self.start)
 
-    @property
+    @cached_property
     def prompts(self) -> tuple[int, ...]:
         """The prompt of each row."""
         return tuple(row.prompt for row in self.rows)

@@ -188,10 +188,9 @@ def window_by_hooks(name, hf_model, model, kind, layer, window):
     return found
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox_parallel", "gemma2"], indirect=True)
 @pytest.mark.parametrize("kind", ["resid_pre", "attn", "mlp", "resid_post"])
 def test_windows_are_plain_hooks(kind, name, hf_model, model):
-    if name not in ("gpt2", "llama", "neox_parallel", "gemma2"):
-        return
     data = rs.patch_activations(model, CLEAN, CORRUPTED, METRIC, sites=kind, window=2, positions="all").data
     for layer in range(LAYERS):
         expected = window_by_hooks(name, hf_model, model, kind, layer, 2)
@@ -258,7 +257,7 @@ def test_a_sweep_keeps_to_its_memory(smollm2):
                 {budget: rs.patch_activations(smollm2, clean, corrupted, metric, memory=budget, **options)}
             )
         )
-        assert peak < budget + 28 * 49152 * 4 * 3, "besides one pair's own logits, which the check is held against"
+        assert peak < budget
         assert np.nanmax(np.abs(found[budget].data.metric - wide)) < 1e-4
 
 

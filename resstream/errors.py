@@ -35,6 +35,10 @@ class ResultError(ResstreamError):
     """A result file that cannot be read, or a result that cannot be drawn."""
 
 
+class LabError(ResstreamError):
+    """A toy net, a residual rule or an experiment that cannot be built or run as asked."""
+
+
 def listed(names: object, limit: int = 8) -> str:
     """Spell a few names for an error message, and say how many were left out.
 

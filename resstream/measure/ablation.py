@@ -11,13 +11,13 @@ import xarray as xr
 from torch import Tensor
 
 from resstream.errors import SiteError
-from resstream.measure.labels import names_of, texts_of, to_numpy
+from resstream.measure.labels import carried_of, names_of, texts_of, to_numpy, with_carried
 from resstream.measure.metrics import Metric, as_metric, at_last, extended
-from resstream.measure.removal import How, Removable, layer_of, require_known, stand_ins
+from resstream.measure.removals.removal import How, Removable, layer_of, require_known, stand_ins, writes_of
 from resstream.models.tokens import Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result
-from resstream.sites import WRITES, Site, layers_from
+from resstream.sites import Site, layers_from
 from resstream.stream.edited import require_unedited
 from resstream.stream.read import check_final
 from resstream.stream.rows import Base, Put, Row
@@ -46,16 +46,18 @@ def ablate_layers(
     >>> r.data.sizes["unit"], r.data.effect.min("unit").item() < -5
     (30, True)
 
-    What is removed is what the unit adds to the stream; the layers above then run on what is left. What a model does to
-    the stream itself, such as a scaled skip or a norm on the trunk, stays.
+    What is removed is what the unit adds to the stream; the layers above then run on what is left.
 
     Args:
         model: a model from `load`.
         prompts: a text, several texts, or token ids.
         unit: what to remove: a whole "layer", only its "attn" or "mlp" branch, or an attention "head".
-        how: "skip" runs the model without it; "zero" puts zeros in place of its write, which on a residual stream is
-            the same thing; "mean" puts its mean write over all real tokens of the reference prompts; "resample" puts,
-            at each position, the write of another reference prompt, drawn at random.
+        how: "skip" runs the model without it; "zero" puts zeros in place of its write, which on a plain residual
+            stream is the same thing; "mean" puts its mean write over all real tokens of the reference prompts;
+            "resample" puts, at each position, the write of another reference prompt, drawn at random. Where the model
+            does something to the stream itself, such as a scaled skip or a norm on the trunk, whatever takes the place
+            of a write goes through that, nothing too: x <- after(before(x) + 0). Only a whole layer that is skipped is
+            left out together with it, as rs.Skip does, so that the stream stays as it was.
         layers: "each" one alone, a number, several numbers (each alone), or several lists (each removed together). With
             unit="head" a number stands for each head of that layer, and heads can be named, such as "5.head.3".
         metric: what to measure; by default the loss on the prompts themselves.
@@ -68,15 +70,13 @@ def ablate_layers(
     Raises:
         SiteError: a layer that the model does not have, or an unknown unit or way to remove it.
         PromptError: reference prompts that are too short to resample from.
-        UnsupportedModelError: "mean" or "resample" in a model that changes the stream itself between its writes.
+        UnsupportedModelError: heads that cannot be told apart.
     Source:
         Veit, Wilber, Belongie 2016, section 4.1; McGrath et al. 2023, The Hydra Effect, for resampling.
     """
     require_known(unit, ("layer", "attn", "mlp", "head"), "unit")
     require_known(how, ("skip", "zero", "mean", "resample"), "how")
     require_unedited(model, "ablate_layers")
-    if how not in ("skip", "zero"):
-        model.require_plain_trunk(f'ablate_layers with how="{how}"')
     sets = _sets(model, layers, unit)
     metric = as_metric(metric)
     tokens = extended(model, model.tokenize(prompts), [metric])
@@ -87,7 +87,12 @@ def ablate_layers(
         check = check_final(model, tokens, model.readout(at_last(base.final, tokens, range(len(tokens)))))
         units = list(dict.fromkeys(part for chosen in sets for part in chosen))
         instead = stand_ins(model, tokens, reference, units, how, seed)
-    rows = [_row(prompt, chosen, instead[prompt], tokens.width) for prompt in range(len(tokens)) for chosen in sets]
+    skips = how == "skip" and unit == "layer"
+    rows = [
+        _skipping(prompt, chosen) if skips else _row(model, prompt, chosen, instead[prompt], tokens.width)
+        for prompt in range(len(tokens))
+        for chosen in sets
+    ]
     found = run(model, base, rows, scores, baseline, progress="ablating" if progress else None)
     values_by_set = to_numpy(found).reshape(len(tokens), len(sets))
     unablated = to_numpy(baseline[:, 0])
@@ -101,19 +106,30 @@ def ablate_layers(
         },
     )
     settings = {"unit": unit, "how": how, "metric": metric.name, "units": metric.units, "layers": names_of(layers)}
-    return Result("ablate_layers", model.name, data, check, _headline(data, unit, how, metric.units), settings)
+    headline = with_carried(_headline(data, unit, how, metric.units), model)
+    return Result("ablate_layers", model.name, data, check, headline, settings | carried_of(model))
 
 
-def _row(prompt: int, units: Sequence[Removable], instead: Mapping[Removable, Tensor], width: int) -> Row:
-    """The run of one prompt without some units, from below the first of them."""
+def _skipping(prompt: int, layers: Sequence[Removable]) -> Row:
+    """The run of one prompt without some layers, from below the first of them."""
+    return Row(prompt, _below(layers), skip=frozenset(map(layer_of, layers)))
+
+
+def _row(
+    model: ResidualModel, prompt: int, units: Sequence[Removable], instead: Mapping[Removable, Tensor], width: int
+) -> Row:
+    """The run of one prompt without what some units write, from below the first of them."""
     change: dict[Site, Put | None] = {}
     for unit in units:
-        # What stands in for a layer is one write for both its branches; the first of them carries it.
-        sites = [Site(unit, kind) for kind in WRITES] if isinstance(unit, int) else [_moved(unit)]
-        change |= dict.fromkeys(sites)
-        if unit in instead:
-            change[sites[0]] = Put(instead[unit].expand(width, -1))
-    return Row(prompt, Site(min(map(layer_of, units), default=0), "resid_pre"), change=change)
+        sites = writes_of(model, unit) if isinstance(unit, int) else [_moved(unit)]
+        # One write may stand in for both branches of a layer; the first of them takes it.
+        given = {site: instead.get(site) for site in sites} | ({sites[0]: instead[unit]} if unit in instead else {})
+        change |= {site: None if put is None else Put(put.expand(width, -1)) for site, put in given.items()}
+    return Row(prompt, _below(units), change=change)
+
+
+def _below(units: Sequence[Removable]) -> Site:
+    return Site(min(map(layer_of, units), default=0), "resid_pre")
 
 
 def _moved(unit: Site) -> Site:

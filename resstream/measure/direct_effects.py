@@ -8,10 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from resstream.errors import SiteError
-from resstream.measure.endpoints import receivers_from, senders_from
 from resstream.measure.metrics import Metric, as_metric
-from resstream.measure.pairs import Direction, Pairs, require_direction
-from resstream.measure.path_grid import PathGrid
+from resstream.measure.patches.endpoints import receivers_from, senders_from
+from resstream.measure.patches.pairs import Direction, Pairs, require_direction
+from resstream.measure.patches.path_grid import PathGrid
 from resstream.models.tokens import Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result
@@ -50,7 +50,8 @@ def direct_effects(
 
     Each cell is a path of one step: write j reads the stream with write i as it is in the other run, and all else as
     it is in its own; what j then writes is put in, and everything above j is computed again. It is `path_patching`
-    with everything frozen, from the embedding and every write to every write and the logits.
+    with everything frozen, from the embedding and every write to every write and the logits. What a trunk does to the
+    stream itself, such as a scaled skip or a norm on it, is done anew to what is on its way from i to j.
 
     Args:
         model: a model from `load`.
@@ -70,14 +71,13 @@ def direct_effects(
     Raises:
         SiteError: no such layer, or another choice of `by` or of `direction`.
         PromptError: prompts of different lengths; the message shows both token lists.
-        UnsupportedModelError: heads that cannot be told apart, or a trunk that is not a plain sum.
+        UnsupportedModelError: heads that cannot be told apart.
     Source:
         Goldowsky-Dill et al. 2023, Localizing Model Behavior with Path Patching; Elhage et al. 2021, A Mathematical
         Framework for Transformer Circuits, on direct paths through the stream.
     """
     require_direction(direction)
     require_unedited(model, "direct_effects")
-    model.require_plain_trunk("direct_effects")
     if by not in ("write", "head"):
         raise SiteError(f'by="{by}" is not a way to take a model apart here; write "write" or "head"')
     chosen = sorted(set(layers_from(layers, n_layers=model.n_layers, model=model.name)))
@@ -90,6 +90,6 @@ def direct_effects(
 
 def _places(model: ResidualModel, layer: int, by: str) -> list[str]:
     if by == "write":
-        return [f"{layer}.attn", f"{layer}.mlp"]
+        return [name for name in model.writes if model.site(name).layer == layer]
     model.require_inside("head")
     return [*(f"{layer}.head.{head}" for head in range(model.parts["head"])), f"{layer}.mlp"]

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError
-from resstream.measure.labels import texts_of, to_numpy
+from resstream.measure.labels import carried_of, texts_of, to_numpy, with_carried
 from resstream.measure.metrics import Metric, as_metric, at_last, extended
-from resstream.measure.removal import Removable, Tree, layer_of, require_known, stages_of, stand_ins
-from resstream.measure.subsets import (
+from resstream.measure.removals.removal import Removable, Tree, layer_of, require_known, stages_of, stand_ins
+from resstream.measure.removals.subsets import (
     chains,
     gains_by_unit,
     interactions,
@@ -69,8 +69,10 @@ def layer_ensemble(
     >>> r.data.sizes["subset"], r.check.passed
     (64, True)
 
-    f(S) is the metric when, of the units, only those in S are kept; what the others write is removed as in
-    `ablate_layers`. Layers that are not among the units always run.
+    f(S) is the metric when, of the units, only those in S are kept; what the others write is removed. Layers that are
+    not among the units always run. Where the model does something to the stream itself, such as a scaled skip or a norm
+    on the trunk, that acts past a removed unit too, x <- after(before(x) + 0), so that the Moebius terms of a linear
+    net are its paths, trunk factors included: with a skip of lambda, those of order k have n - k factors lambda.
 
     Args:
         model: a model from `load`.
@@ -82,7 +84,8 @@ def layer_ensemble(
             Otherwise random orders are drawn in which the units join one by one.
         orders: up to which order `order_total` is needed: all where exact, at most 2 where sampled, which is also what
             None gives.
-        how: what stands in for a removed write: nothing for "skip"; "mean" and "resample" as in `ablate_layers`.
+        how: what stands in for a removed write: nothing for "skip", whether it is a branch's or a whole layer's;
+            "mean" and "resample" as in `ablate_layers`.
         samples: how many orders are drawn for each prompt; every other one is the one before it backwards.
         seed: which orders are drawn, and which reference prompts "resample" takes.
         reference: prompts for "mean" and "resample"; by default the prompts themselves.
@@ -100,7 +103,6 @@ def layer_ensemble(
         SiteError: a unit that the model does not have, or more than 16 of them where exact.
         MetricError: order totals above 2 of a sampled ensemble, or no samples.
         PromptError: reference prompts that are too short to resample from.
-        UnsupportedModelError: a model that changes the stream itself between its writes.
     Source:
         Veit, Wilber, Belongie 2016, section 3, for the ensemble; Shapley 1953; Grabisch and Roubens 1999 for the
         interaction index; Mitchell et al. 2022, Sampling Permutations for Shapley Value Estimation, for the sampling.
@@ -108,7 +110,6 @@ def layer_ensemble(
     require_known(unit, ("layer", "write"), "unit")
     require_known(how, ("skip", "mean", "resample"), "how")
     require_unedited(model, "layer_ensemble")
-    model.require_plain_trunk("layer_ensemble")
     chosen = _chosen(model, unit, units)
     exact = len(chosen) <= FEW if exact is None else exact
     _require_feasible(len(chosen), unit, exact, orders, samples)
@@ -135,11 +136,12 @@ def layer_ensemble(
     # Shapley values first: the first variable is the one that a table shows.
     data = xr.Dataset({"shapley": runs.variables["shapley"]} | runs.variables | {"base": ("prompt", base)}, coords)
     settings = {"unit": unit, "how": how, "metric": metric.name, "units": metric.units, "exact": exact, "seed": seed}
-    settings |= {"samples": 0 if exact else samples, "samples_done": runs.samples}
+    settings |= {"samples": 0 if exact else samples, "samples_done": runs.samples, **carried_of(model)}
     # A difference of logits is as inexact as the logits, however small it is; other units have no scale but their own.
     scale = max(runs.largest, float(logits.abs().max()) if metric.units in ("logits", "nats") else 0.0)
     check = _check(data, own, scale, TOLERANCE[model.dtype])
-    return Result("layer_ensemble", model.name, data, check, _headline(data, settings), settings)
+    headline = with_carried(_headline(data, settings), model)
+    return Result("layer_ensemble", model.name, data, check, headline, settings)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import xarray as xr
 from jaxtyping import Float
 from torch import Tensor
 
-from resstream.measure.cells import Cells, Choice
-from resstream.measure.effects import effect_grid, headline, settings_of
-from resstream.measure.gradient_sweep import Fix, Manner, Sweep, pairs_at_once
 from resstream.measure.metrics import Metric, as_metric
-from resstream.measure.pairs import Direction, Pairs, require_direction
+from resstream.measure.patches.cells import Cells, Choice
+from resstream.measure.patches.effects import effect_grid, headline, settings_of
+from resstream.measure.patches.gradient_sweep import Fix, Manner, Sweep, pairs_at_once
+from resstream.measure.patches.pairs import Direction, Pairs, require_direction
 from resstream.models.tokens import Positions, Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result

@@ -43,6 +43,11 @@ def carried_of(model: ResidualModel) -> dict[str, str]:
     return {"trunk": f"trunk factors carried at {count} of {len(model.steps)} steps"} if count else {}
 
 
+def with_carried(headline: str, model: ResidualModel) -> str:
+    """A headline, and what there is to say of a trunk that changes the stream itself."""
+    return "; ".join([headline, *carried_of(model).values()])
+
+
 def to_numpy(values: Tensor) -> np.ndarray:
     """A tensor as a float64 array of its own."""
     return values.detach().double().cpu().numpy()

@@ -15,9 +15,11 @@ from tqdm import tqdm
 
 from resstream.check import Check
 from resstream.errors import MetricError, PromptError, SiteError, listed
-from resstream.measure.labels import texts_of, to_numpy
+from resstream.measure.labels import carried_of, texts_of, to_numpy, with_carried
 from resstream.measure.metrics import in_pieces, wide
-from resstream.measure.orders import KINDS, Kind, Lesion, Order, kendall_tau, shared_start, spell, whole
+from resstream.measure.removals.orders import KINDS, Kind, Lesion, Order, kendall_tau, shared_start, spell, whole
+from resstream.measure.removals.removal import steps_of
+from resstream.models.carry import UNCHANGED
 from resstream.models.tokens import Prompts, Tokens
 from resstream.models.trunk import TOLERANCE, ResidualModel, Trunk, relative_distance
 from resstream.result import Result
@@ -64,6 +66,11 @@ def lesion_curve(
     - "repeat": the middlemost layer, (n - 1) // 2, runs in place of each of the middle ones.
       Control, as of the three before: the same middle layers are left out.
 
+    Where the model does something to the stream itself, such as a scaled skip or a norm on the trunk, a layer that is
+    deleted writes nothing, and the trunk's own factors still act in its place, x <- after(before(x) + 0): what goes are
+    the paths through it, and no others, as in `layer_ensemble`. A layer that runs elsewhere takes its factors along;
+    those in parallel each add what they make of the stream, factors included, less that stream.
+
     Middle layers are a window centred in the stack, half a layer low where it cannot be; it reaches the first or the
     last layer only where it has to. A sample with a larger count goes on where the same sample with a smaller one
     ended, and sample s is the same however many there are.
@@ -90,13 +97,11 @@ def lesion_curve(
         PromptError: a prompt of one token, which has no next token.
         MetricError: fewer than one sample.
         EditError: a model that is being edited.
-        UnsupportedModelError: a model that changes the stream itself between its writes.
     Source:
         Veit, Wilber, Belongie 2016, section 4.2 and 4.3, for delete and shuffle; Lad et al. 2024, The Remarkable
         Robustness of LLMs, for swap; Sun et al. 2024, Transformer Layers as Painters, for the others.
     """
     require_unedited(model, "lesion_curve")
-    model.require_plain_trunk("lesion_curve")
     kind, n = _kind(how), _count_units(model, unit)
     chosen = _counts(kind, counts, n, f'how="{how}"', f"{model.name} with {n} {unit}s")
     if samples < 1:
@@ -124,8 +129,10 @@ def lesion_curve(
         "units_in_stack": n,
         "interval": resampled,
         "uniform_loss": float(np.log(model.vocab_size)),
+        **carried_of(model),
     }
-    return Result("lesion_curve", model.name, data, check, _headline(data, settings), settings)
+    headline = with_carried(_headline(data, settings), model)
+    return Result("lesion_curve", model.name, data, check, headline, settings)
 
 
 class _Stack:
@@ -134,6 +141,8 @@ class _Stack:
     def __init__(self, model: ResidualModel, tokens: Tokens, unit: str, orders: Sequence[Order]):
         self._model, self._tokens, self._unit = model, tokens, unit
         self._trunks: dict[int, Trunk] = {}
+        units = range(_count_units(model, unit))
+        self._carrying = {u for u in units if any(model.carry(step) != UNCHANGED for step in self._steps_of(u))}
         starts = {start: self._before(start) for start in map(shared_start, orders)}
         values, self.final = trace(model, self._trunk(1), starts.values())
         self._values = {start: values[site] for start, site in starts.items()}
@@ -145,19 +154,36 @@ class _Stack:
         """
         starts = [shared_start(order) for order in orders]
         x = torch.stack([self._values[start] for start in starts])
-        ahead = [list(order[start:]) for order, start in zip(orders, starts, strict=True)]
+        ahead = [self._ahead(order, start) for order, start in zip(orders, starts, strict=True)]
         while any(ahead):
             step = min(steps[0] for steps in ahead if steps)
             going = [number for number, steps in enumerate(ahead) if steps and steps[0] == step]
-            x[going] = self._step(step, x[going].flatten(0, 1)).unflatten(0, (len(going), -1))
+            x[going] = self._step(*step, x[going].flatten(0, 1)).unflatten(0, (len(going), -1))
             for number in going:
                 ahead[number].pop(0)
         return x
 
-    def _step(self, step: tuple[int, ...], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after units that all read `x`."""
+    def _ahead(self, order: Order, start: int) -> list[tuple[tuple[int, ...], bool]]:
+        """What an order still has to run: the units of each step, and whether they are deleted.
+
+        Of those that are, only the ones where something is done to the stream itself.
+        """
+        steps = [(step or (place,), not step) for place, step in enumerate(order[start:], start)]
+        return [(units, gone) for units, gone in steps if not gone or units[0] in self._carrying]
+
+    def _steps_of(self, unit: int) -> list[tuple[Site, ...]]:
+        return steps_of(self._model, unit) if self._unit == "layer" else [self._model.steps[unit]]
+
+    def _step(
+        self, units: tuple[int, ...], gone: bool, x: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after units that all read `x`, or after one that is deleted and writes nothing."""
+        if gone:
+            for step in self._steps_of(units[0]):
+                x = self._model.carry(step).add(x, torch.zeros_like(x))
+            return x
         trunk = self._trunk(len(x) // len(self._tokens))
-        after = [self._after(trunk, unit, x) for unit in step]
+        after = [self._after(trunk, unit, x) for unit in units]
         # One unit alone is run as it is, without the rounding of subtracting its input and adding it again.
         return after[0] if len(after) == 1 else x + torch.stack([each - x for each in after]).sum(0)
 
@@ -166,14 +192,19 @@ class _Stack:
     ) -> Float[Tensor, "batch pos d_model"]:
         if self._unit == "layer":
             return trunk.layer(unit, x)
-        return x + trunk.write(self._model.steps[unit][0], x)
+        step = self._model.steps[unit]
+        return self._model.carry(step).add(x, trunk.write(step[0], x))
 
     def _before(self, start: int) -> Site:
         """The state that the base run hands to a unit; after the last one, its final state."""
-        layer, part = (start, 0) if self._unit == "layer" else divmod(start, 2)
-        if layer == self._model.n_layers:
-            return Site(layer - 1, "resid_post")
-        return Site(layer, "resid_mid" if part else "resid_pre")
+        model = self._model
+        if start == _count_units(model, self._unit):
+            return Site(model.n_layers - 1, "resid_post")
+        if self._unit == "layer":
+            return Site(start, "resid_pre")
+        site = model.steps[start][0]
+        middle = site.kind == "mlp" and model.layout == "sequential"
+        return Site(site.layer, "resid_mid" if middle else "resid_pre")
 
     def _trunk(self, times: int) -> Trunk:
         """The opened trunk for the batch, repeated; a few are kept, since orders that part meet again."""
@@ -298,7 +329,7 @@ def _kind(how: str) -> Kind:
 def _count_units(model: ResidualModel, unit: str) -> int:
     if unit not in ("layer", "write"):
         raise SiteError(f'unit="{unit}" is not known; choose from {listed(("layer", "write"))}')
-    if unit == "write" and model.layout == "parallel":
+    if unit == "write" and any(len(step) > 1 for step in model.steps):
         raise SiteError(
             f"in {model.name} both writes of a layer read the same input, so they have no order to be lesioned; "
             'use unit="layer"'

@@ -117,7 +117,8 @@ def _expand(wide: ResidualModel, alone: Tokens, ids: Sequence[int], gauge: Gauge
     with torch.no_grad():
         trunk = wide.trunk(alone)
         reads = [step[0] for step in wide.steps]
-        states = [Site(site.layer, "resid_pre" if site.kind == "attn" else "resid_mid") for site in reads]
+        middle = "resid_mid" if wide.layout == "sequential" else "resid_pre"
+        states = [Site(site.layer, "resid_pre" if site.kind == "attn" else middle) for site in reads]
         values, final = trace(wide, trunk, states)
         own = _difference(wide.own_logits(alone)[:, -1, list(ids)])
     head = partial(_head, wide, ids, gauge)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from resstream.check import Check
-from resstream.measure.cells import Cells, Choice
-from resstream.measure.effects import effect_grid, settings_of
 from resstream.measure.labels import to_numpy
 from resstream.measure.metrics import Metric, as_metric, at_last
-from resstream.measure.pairs import Direction, Pairs, require_direction
-from resstream.measure.transplant import kept_for, transplant
+from resstream.measure.patches.cells import Cells, Choice
+from resstream.measure.patches.effects import effect_grid, settings_of
+from resstream.measure.patches.pairs import Direction, Pairs, require_direction
+from resstream.measure.patches.transplant import kept_for, transplant
 from resstream.models.tokens import Positions, Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result

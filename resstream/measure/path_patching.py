@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from resstream.errors import SiteError
-from resstream.measure.endpoints import receivers_from, senders_from
 from resstream.measure.metrics import Metric, as_metric
-from resstream.measure.pairs import Direction, Pairs, require_direction
-from resstream.measure.path_grid import PathGrid
+from resstream.measure.patches.endpoints import receivers_from, senders_from
+from resstream.measure.patches.pairs import Direction, Pairs, require_direction
+from resstream.measure.patches.path_grid import PathGrid
 from resstream.models.tokens import Positions, Prompts
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result
@@ -58,6 +58,11 @@ def path_patching(
     stream alone, because every write between keeps the value of the run that is patched. The receiver's new value is
     put into that run, everything above it is computed again, and the metric is read.
 
+    Where the model does something to the stream itself, x <- after(before(x) + F(x)), as a scaled skip or a norm on the
+    trunk does, that is not frozen: it is done anew to the stream that carries what was sent, on top of the frozen
+    writes. So a scaled skip multiplies it by its factor, and through a norm it arrives as the norm has it. A receiver
+    that nothing reaches, since the trunk lets nothing pass, is not patched.
+
     Args:
         model: a model from `load`.
         clean: prompts with the behaviour.
@@ -85,14 +90,13 @@ def path_patching(
     Raises:
         SiteError: a place that does not write, or read, as asked, or no sender that is below any receiver.
         PromptError: prompts of different lengths; the message shows both token lists.
-        UnsupportedModelError: heads that cannot be told apart, or a trunk that is not a plain sum.
+        UnsupportedModelError: heads that cannot be told apart.
     Source:
         Wang et al. 2022, Interpretability in the Wild, section 3.1; Goldowsky-Dill et al. 2023, Localizing Model
         Behavior with Path Patching.
     """
     require_direction(direction)
     require_unedited(model, "path_patching")
-    model.require_plain_trunk("path_patching")
     if frozen not in ("all", "attn"):
         raise SiteError(f'frozen="{frozen}" is not a way to hold what lies between; write "all" or "attn"')
     measured = as_metric(metric)

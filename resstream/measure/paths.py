@@ -17,8 +17,8 @@ from resstream.errors import MetricError, SiteError
 from resstream.measure.intervals import bootstrap
 from resstream.measure.labels import carried_of, texts_of
 from resstream.measure.metrics import Metric, Score, as_metric, extended
-from resstream.measure.path_counts import COVERAGE, count_paths
-from resstream.measure.path_statistics import (
+from resstream.measure.path_sums.path_counts import COVERAGE, count_paths
+from resstream.measure.path_sums.path_statistics import (
     branch_statistics,
     exact_statistics,
     sampled_statistics,

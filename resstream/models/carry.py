@@ -13,6 +13,8 @@ from torch import Tensor
 class Carry:
     """What becomes of the stream itself at a step: x <- after(before(x) + what the branches write).
 
+    Both act on each position alone.
+
     >>> import torch
     >>> half = Carry(before=lambda x: 0.5 * x)
     >>> half.add(torch.tensor([4.0]), torch.tensor([1.0]))
@@ -32,7 +34,10 @@ class Carry:
 
     def add(self, x: Float[Tensor, "*batch"], written: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The stream after a step that read `x`, and whose branches wrote `written` together."""
-        total = self.passing(x) + written
+        return self.landing(self.passing(x) + written)
+
+    def landing(self, total: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The stream after a step, from the sum of what has passed by and what was written."""
         return total if self.after is None else self.after(total)
 
 

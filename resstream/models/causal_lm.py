@@ -31,6 +31,7 @@ from resstream.models.calls import (
     swap_forward,
     write_nothing,
 )
+from resstream.models.casting import cast_weights
 from resstream.models.certificate import Certificate
 from resstream.models.float64 import stay_float64
 from resstream.models.frozen import Activations, frozen
@@ -306,18 +307,26 @@ class CausalLM(ResidualModel):
             hf_model = copy.deepcopy(self.hf_model, twins).double()
         # Grouped products of experts have no float64 kernel; the model's own loop over its experts needs none.
         hf_model.set_experts_implementation("eager")
+        return self._copied(hf_model, twins, stay_float64)
 
-        def twin(module: nn.Module) -> nn.Module:
-            return twins[id(module)]
+    def in_dtype(self, dtype: torch.dtype) -> CausalLM:
+        """A copy as if loaded in another type: weights are cast, tables that the model computes itself stay."""
+        with self._lock:
+            twins = cast_weights(self.hf_model, dtype)
+            return self._copied(copy.deepcopy(self.hf_model, twins), twins, nullcontext)
 
-        wide = object.__new__(CausalLM)
+    def _copied(
+        self, hf_model: nn.Module, twins: Mapping[int, Any], arithmetic: Callable[[], AbstractContextManager[Any]]
+    ) -> CausalLM:
+        """This model around a copy of its modules, verified anew; `twins` finds each module's copy by its id."""
+        other = object.__new__(CausalLM)
         anew = ("_lock", "_mlp_activations", "_suffixes_agree", "insides", "checks_inside")
-        wide.__dict__.update({k: v for k, v in self.__dict__.items() if k not in anew})
-        wide.hf_model, wide.anatomy = hf_model, self.anatomy.map(twin)
-        wide._lock, wide._arithmetic = RLock(), stay_float64
-        wide.check = wide.verify()
-        wide.require_verified()
-        return wide
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in anew})
+        other.hf_model, other.anatomy = hf_model, self.anatomy.map(lambda module: twins[id(module)])
+        other._lock, other._arithmetic = RLock(), arithmetic
+        other.check = other.verify()
+        other.require_verified()
+        return other
 
     def frozen(self, part: Literal["attn", "mlp", "readout", "trunk"]) -> AbstractContextManager[None]:
         """Hold a part's norm scales, attention patterns and gates fixed; which activations are gates, numbers tell."""

@@ -166,6 +166,17 @@ class ResidualModel(ABC):
     def in_float64(self) -> ResidualModel:
         """A copy of the model that computes in float64 throughout, norms and softmax included."""
 
+    def in_dtype(self, dtype: torch.dtype) -> ResidualModel:
+        """A copy of the model whose weights have another type, as if it had been loaded in it.
+
+        Raises:
+            UnsupportedModelError: this kind of model makes no such copy.
+        """
+        raise UnsupportedModelError(
+            f"{self.name} is a {type(self).__name__}, which makes no copy of itself in {dtype}; "
+            "build it in that type, or load a Hugging Face model"
+        )
+
     def carry(self, step: tuple[Site, ...]) -> Carry:
         """What becomes of the stream itself at one of the `steps`: nothing, where the trunk is a sum and no more."""
         return UNCHANGED
@@ -355,19 +366,6 @@ class ResidualModel(ABC):
                 f"{self.name} is not a residual sum that can be read exactly: at {self.check.where} "
                 f"the identity '{self.check.name}' is off by {self.check.error:.2g} (relative), "
                 f'allowed {self.check.tolerance:.0e}; load a Pre-LN model such as "smollm2" or "gpt2"'
-            )
-
-    def require_plain_trunk(self, asked: str) -> None:
-        """Refuse a trunk that does something to the stream itself, where writes alone are moved, removed or edited.
-
-        Raises:
-            UnsupportedModelError: with the first step at which the stream is carried.
-        """
-        if self.carried:
-            raise UnsupportedModelError(
-                f"{asked} needs a stream that only its writes change, and {self.name} changes the stream itself at "
-                f"{len(self.carried)} of {len(self.steps)} steps, first at {self.carried[0][0]}; "
-                "use path_lengths or logit_by_path_length, which carry it along, or a model whose trunk is a plain sum"
             )
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resstream.models.carry import UNCHANGED
 from resstream.models.trunk import ResidualModel, Trunk
 from resstream.sites import Site
 from resstream.stream.memory import peak_bytes
@@ -43,10 +44,12 @@ class Move:
 class DirectPaths:
     """Some moves, and what arrives of each at every branch above, in a stream in which other writes stay as they were.
 
+    Where the trunk does something to the stream itself, x <- after(before(x) + writes), that is done anew to the stream
+    as it arrives, with the writes as they were; what arrives above is the difference from the same without the move.
     Everything on the way acts on each position alone, so a move at some positions only is this one at those positions.
 
     Attributes:
-        model: a model whose trunk is a plain sum.
+        model: the model.
         base: both runs of each move, with the values at `kept_for_paths`.
         moves: the moves, a row each.
         frozen: "all", or "attn" to let the MLPs between read what arrives, and write anew.
@@ -72,8 +75,23 @@ class DirectPaths:
         change = self._written(embed, torch.zeros_like(self._own(embed, range(len(self.moves)))))
         for number, step in enumerate(self.model.steps[:until]):
             yield number, change
-            change = change + sum((self._written(site, change) for site in step), torch.zeros_like(change))
+            written = sum((self._written(site, change) for site in step), torch.zeros_like(change))
+            change = self._past(step, change, written)
         yield until, change
+
+    def _past(self, step: tuple[Site, ...], change: Tensor, written: Tensor) -> Tensor:
+        """How much the stream after a step changes, when the one before it and what is written change by so much."""
+        carry = self.model.carry(step)
+        if carry == UNCHANGED:
+            return change + written
+        after = torch.zeros_like(change)
+        moving = [number for number in range(len(self.moves)) if change[number].any() or written[number].any()]
+        for some in batches(moving, self.rows_at_once):
+            x = self._own(self._input(step[0]), some)
+            writes = sum((self._own(site, some) for site in step), torch.zeros_like(x))
+            # Both by the same arithmetic, so that where nothing arrives the difference is nothing, bit for bit.
+            after[some] = carry.add(x + change[some], writes + written[some]) - carry.add(x, writes)
+        return after
 
     def received(
         self, sites: Sequence[Site], numbers: Sequence[int], change: Float[Tensor, "row suffix d_model"]
@@ -108,7 +126,7 @@ class DirectPaths:
         width = self.base.tokens.width - self.start
         numbers = [place % len(self.moves) for place in range(_PROBE)]
         change = torch.zeros_like(self._own(Site(0, "resid_pre"), numbers))
-        taken = peak_bytes(lambda: self._read(Site(0, "attn"), numbers, change))
+        taken = peak_bytes(lambda: self._read(self.model.steps[0][0], numbers, change))
         return max(1, min(TOKENS_PER_CHUNK // width, self.memory * _PROBE // taken))
 
     def _written(self, site: Site, change: Tensor) -> Tensor:
@@ -202,7 +220,8 @@ def kept_for_paths(model: ResidualModel, senders: Iterable[Site], frozen: Frozen
     own = [Site(site.layer, "z") if site.kind == "head" else site for site in senders]
     middles = [Site(layer, "resid_mid") for layer in range(model.n_layers) if model.layout == "sequential"]
     mlps = [Site(layer, "mlp") for layer in range(model.n_layers) if frozen == "attn"]
-    return list(dict.fromkeys([*own, *middles, *mlps]))
+    carried = [site for step in model.carried for site in step]
+    return list(dict.fromkeys([*own, *middles, *mlps, *carried]))
 
 
 def batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from resstream.check import Check
-from resstream.errors import EditError, SiteError
+from resstream.errors import EditError, SiteError, listed
+from resstream.models.carry import Carry
 from resstream.models.left_context import LeftContext
 from resstream.models.tokens import Tokens
 from resstream.models.trunk import Inside, ResidualModel, Trunk
@@ -51,11 +52,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class EditedTrunk(Trunk):
-    """A trunk whose layers are the base's, with edits between and inside them."""
+    """A trunk whose layers are the base's, with edits between and inside them; `model` is the one that is edited."""
 
     base: Trunk
     plan: Plan
-    parallel: bool
+    model: ResidualModel
 
     @property
     def tokens(self) -> Tokens:  # type: ignore[override]
@@ -83,11 +84,12 @@ class EditedTrunk(Trunk):
         if not self.plan.changes_writes(layer):
             changes = self.plan.inside(layer, self.tokens, inside, WRITES)
             x = self.base.layer(layer, x, changes) if changes else self.base.layer(layer, x)
-        elif self.parallel:
-            x = x + self.write(Site(layer, "attn"), x, inside) + self.write(Site(layer, "mlp"), x, inside)
         else:
-            x = self.at(Site(layer, "resid_mid"), x + self.write(Site(layer, "attn"), x, inside))
-            x = x + self.write(Site(layer, "mlp"), x, inside)
+            for step in [step for step in self.model.steps if step[0].layer == layer]:
+                carry = self.model.carry(step)
+                x = carry.landing(sum((self.write(site, x, inside) for site in step), carry.passing(x)))
+                if step[-1].kind == "attn":
+                    x = self.at(Site(layer, "resid_mid"), x)
         return self.at(Site(layer, "resid_post"), x)
 
     def write(
@@ -149,14 +151,24 @@ class EditedModel(ResidualModel):
         """Why the base model lacks a kind of site inside its branches."""
         return self.base.why_not(kind)
 
+    @cached_property
+    def steps(self) -> tuple[tuple[Site, ...], ...]:
+        """The writes of the base model, skipped ones too, grouped by what they read."""
+        return self.base.steps
+
+    def carry(self, step: tuple[Site, ...]) -> Carry:
+        """What the base model's trunk does to the stream itself."""
+        return self.base.carry(step)
+
     @property
     def layers(self) -> Sequence[int]:
         """The layers that run, in their own order and each once, however often it runs."""
         return sorted(set(self.plan.order))
 
     def adds_up(self, layer: int) -> bool:
-        """Whether no state inside or at the end of a layer is edited."""
-        return not any(Site(layer, kind) in self.plan.edits for kind in ("resid_mid", "resid_post"))
+        """Whether the base model's layer does, and no state inside or at the end of it is edited."""
+        edited = any(Site(layer, kind) in self.plan.edits for kind in ("resid_mid", "resid_post"))
+        return self.base.adds_up(layer) and not edited
 
     def site(self, name: str | Site) -> Site:
         """Read a site name; the ends of the stream are where the edited model begins and ends.
@@ -176,7 +188,7 @@ class EditedModel(ResidualModel):
         """Open the stream of the base model, with the edits on it, at full width: edits may act at every position."""
         if keep or (left is not None and left.until):
             self.require_left()
-        return EditedTrunk(self.base.trunk(tokens), self.plan, self.layout == "parallel")
+        return EditedTrunk(self.base.trunk(tokens), self.plan, self.base)
 
     def readout(
         self, x: Float[Tensor, "*batch d_model"], vocab: Sequence[int] | None = None
@@ -212,18 +224,21 @@ def edited(model: ResidualModel, *edits: Edit | Skip | Reorder) -> Iterator[Edit
     write, such as rs.Zero("5.head.3"), changes the attention write by as much as it changes the head's; any other edit
     inside a branch, such as rs.Scale("2.neuron.17", 0), changes the value there, and the branch goes on from it.
 
+    Where the model does something to the stream itself, such as a scaled skip or a norm on the trunk, an edit finds
+    at each site what `read` shows there: a write before it is added, a state after all that is done to it. A branch
+    that is skipped, Skip("7.attn"), writes nothing, and the trunk's own factors act; a layer that is skipped, Skip(7),
+    is left out with them, so that the stream stays as it was; Reorder moves layers together with theirs.
+
     Args:
         model: a model from `load`, or one that is already edited.
         *edits: Replace, Add, Scale, Zero, Mean, Resample, Noise, Apply at a site; Skip and Reorder on layers.
     Yields:
         The edited model, with `logits(prompts)`, `generate(text, max_new_tokens=20)` and all else that a model has.
     Raises:
-        SiteError: a site or layer that the model does not have.
+        SiteError: a site or layer that the model does not have, or a branch that is no part of its trunk.
         EditError: a value that does not fit its site, or something that is not an edit.
-        UnsupportedModelError: a model that changes the stream itself between its writes, or in which a place inside a
-            branch cannot be told apart or proved.
+        UnsupportedModelError: a model in which a place inside a branch cannot be told apart or proved.
     """
-    model.require_plain_trunk("an edit of the stream")
     base, plan = (model.base, model.plan) if isinstance(model, EditedModel) else (model, _no_edits(model))
     order = _order(model, plan.order, edits)
     target = EditedModel(base, Plan(order, plan.edits))
@@ -232,6 +247,11 @@ def edited(model: ResidualModel, *edits: Edit | Skip | Reorder) -> Iterator[Edit
         site = target.site(edit.site)
         if site.is_inside:
             model.require_inside(site.kind)
+        if site.is_write and str(site) not in model.writes:
+            raise SiteError(
+                f'no write "{site}" to edit: only {listed(model.writes)} add to the stream of {model.name}; '
+                f'name one of these, or a state, such as "{site.layer}.resid_post"'
+            )
         at.setdefault(site.whole, []).append((site, edit.prepare(model)))
     yield EditedModel(base, Plan(order, {site: tuple(found) for site, found in at.items()}))
 

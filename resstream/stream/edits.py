@@ -203,6 +203,9 @@ class Apply(Edit):
 class Skip:
     """Leave out a whole layer, Skip(7), or one branch of it, Skip("7.attn").
 
+    Where the trunk does something to the stream itself, as a scaled skip does, a layer is left out together with that;
+    past a branch that is left out the trunk still acts, on a stream to which nothing was written.
+
     >>> edit = Skip(7)
     """
 

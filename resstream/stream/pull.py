@@ -44,7 +44,9 @@ class Pullback:
             self._out = part(self._leaf)
 
     def __call__(self, vectors: Float[Tensor, "vector pos d_model"]) -> Float[Tensor, "vector pos d_model"]:
-        """Gradients at the part's input from gradients at its output."""
+        """Gradients at the part's input from gradients at its output; none from a part that does not read it."""
+        if not self._out.requires_grad:
+            return torch.zeros_like(vectors)
         size = max(1, AT_ONCE // vectors.shape[1])
         pieces = vectors[:, None].split(size) if len(vectors) else ()
         return torch.cat([vectors[:0], *(_pull_some(self._out, self._leaf, some) for some in pieces)])

@@ -61,6 +61,7 @@ class Row:
         stream: makes the stream that it has there; made late, so that a long sweep holds only one chunk of them. By
             default it is the base run's own.
         change: later states, writes and values inside a branch that are put in place of its own, or left out (None).
+        skip: layers that leave its stream as they find it, with all that the trunk itself does there.
         twins: prompts of the batch whose own run it may turn out to be; its own prompt is always compared.
     """
 
@@ -68,13 +69,14 @@ class Row:
     enter: Site
     stream: Callable[[], Float[Tensor, "pos d_model"]] | None = None
     change: Mapping[Site, Put | None] = field(default_factory=dict)
+    skip: frozenset[int] = frozenset()
     twins: tuple[int, ...] = ()
 
     @property
     def in_steps(self) -> set[int]:
         """The layers that it runs write by write: it changes a write or the middle there, or enters halfway."""
         parted = {site.layer for site in self.change if site.is_write or site.kind == "resid_mid"}
-        return parted | {self.enter.layer} if self.enter.kind == "resid_mid" else parted
+        return (parted | {self.enter.layer} if self.enter.kind == "resid_mid" else parted) - self.skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Base:
 
     def first(self, row: Row) -> int:
         """The first position at which a row can differ from its base run; beyond its last one if it cannot."""
-        ends = [0 if put is None else put.first for put in row.change.values()]
+        ends = [0 if put is None else put.first for put in row.change.values()] + [0] * len(row.skip)
         if row.stream is not None:
             changed = (row.stream() != self.values[row.enter][row.prompt]).any(-1).nonzero()
             ends += [int(changed[0])] if len(changed) else []
@@ -116,7 +118,7 @@ class Base:
 
     def twin(self, row: Row) -> int | None:
         """The prompt whose base run a row is, bit for bit, if there is one."""
-        if row.change:
+        if row.change or row.skip:
             return None
         stream = self.stream(row)
         for prompt in (row.prompt, *row.twins):

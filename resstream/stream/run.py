@@ -176,13 +176,15 @@ class _Climb:
         return torch.cat([x, torch.stack(streams)]) if streams else x
 
     def _layer(self, layer: int, x: Tensor) -> Tensor:
-        """One layer: whole for the rows that leave its writes as they are, write by write for the others."""
+        """One layer: whole for the rows that leave its writes as they are, write by write or not at all for others."""
+        skipped = [number for number in self.skipped.get(layer, ()) if number < len(x)]
         parted = [number for number in self.in_steps.get(layer, ()) if number < len(x)]
-        if not parted:
+        if not parted and not skipped:
             return self._whole(layer, x, range(len(x)))
-        whole = sorted({*range(len(x))} - {*parted})
-        after = torch.empty_like(x)
-        after[parted] = self._in_steps(layer, x[parted], parted)
+        whole = sorted({*range(len(x))} - {*parted, *skipped})
+        after = x.clone()
+        if parted:
+            after[parted] = self._in_steps(layer, x[parted], parted)
         if whole:
             after[whole] = self._whole(layer, x[whole], whole)
         return after
@@ -258,6 +260,15 @@ class _Climb:
         found: dict[int, list[int]] = {}
         for number, row in enumerate(self.rows):
             for layer in row.in_steps:
+                found.setdefault(layer, []).append(number)
+        return found
+
+    @cached_property
+    def skipped(self) -> dict[int, list[int]]:
+        """For each layer, the rows that leave it out."""
+        found: dict[int, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            for layer in row.skip:
                 found.setdefault(layer, []).append(number)
         return found
 

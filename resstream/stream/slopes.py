@@ -129,13 +129,18 @@ def pull_through(
 
 
 def _pull_some(out: Tensor, inputs: Sequence[Tensor], vectors: Tensor) -> Sequence[Tensor]:
+    # A trunk that lets nothing pass leaves values below it without any way to the output.
+    back = partial(torch.autograd.grad, out, inputs, retain_graph=True, allow_unused=True)
     if len(vectors) > 1:
         try:
-            return torch.autograd.grad(out, inputs, vectors, retain_graph=True, is_grads_batched=True)
+            found = back(vectors, is_grads_batched=True)
         except RuntimeError:
             # Some backward kernels cannot be batched; one vector at a time gives the same numbers.
             pass
-    each = [torch.autograd.grad(out, inputs, vector, retain_graph=True) for vector in vectors]
+        else:
+            nothing = [value.new_zeros(len(vectors), *value.shape) for value in inputs]
+            return [none if own is None else own for own, none in zip(found, nothing, strict=True)]
+    each = [back(vector, materialize_grads=True) for vector in vectors]
     return [torch.stack(found) for found in zip(*each, strict=True)]
 
 
@@ -149,14 +154,18 @@ def _apart(
     values: dict[Site, Tensor] = {}
 
     def at(site: Site, own: Tensor) -> Tensor:
-        values[site] = put[site].to(own).detach().requires_grad_() if site in put else own.clone()
+        value = put[site].to(own).detach() if site in put else own.clone()
+        values[site] = value if value.requires_grad else value.requires_grad_()
         return values[site]
 
+    steps = [step for step in model.steps if step[0].layer == layer]
+    # A branch that is in no step writes nothing, and what it would move by writing can be asked for all the same.
+    idle = {site for site in sites if site.is_write and not any(site in step for step in steps)}
     inside = {site for site in (*sites, *put) if site.kind in INSIDE}
     x = at(Site(layer, "resid_pre"), x)
-    for step in [step for step in model.steps if step[0].layer == layer]:
+    for step in steps:
         written = torch.zeros_like(x)
-        for write in step:
+        for write in (*step, *idle):
             read: dict[str, Callable[[Tensor], Tensor]] = {
                 site.kind: partial(at, site) for site in inside if site.branch == write.kind
             }
@@ -178,5 +187,6 @@ def _past(
         for step in [step for step in model.steps if step[0].layer == layer]:
             written = torch.stack([values[write].detach() for write in step]).sum(0)
             x = model.carry(step).add(x, written)
+            x = x if x.requires_grad else x.requires_grad_()
             states["resid_mid" if step[-1].kind == "attn" else "resid_post"] = x
         return dict(zip(states, pull_through(x, list(states.values()), vectors), strict=True))

@@ -21,7 +21,7 @@ from tiny import LAYERS, blocks_of, state_of, tokenizer
 import resstream as rs
 from resstream.errors import EditError, MetricError, PromptError, ResultError, SiteError
 from resstream.measure import ensemble, subsets
-from resstream.measure.removal import Tree
+from resstream.measure.removals.removal import Tree
 from resstream.models.causal_lm import CausalLM, CausalTrunk
 
 EXACT = 1e-10  # float64
@@ -200,7 +200,7 @@ def rows_run(monkeypatch, *methods):
 
 @pytest.mark.parametrize("tokens", [4096, 30])
 def test_an_exact_ensemble_runs_each_unit_once_for_each_beginning(tokens, monkeypatch):
-    monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", tokens)
+    monkeypatch.setattr("resstream.measure.removals.removal.TOKENS_PER_CHUNK", tokens)
     model = toy(12)
     base = len(model.branches)
     seen = rows_run(monkeypatch, "layer")
@@ -239,7 +239,7 @@ def test_orders_share_their_beginnings(monkeypatch):
 def test_chunks_change_nothing(tokens, tiny, monkeypatch):
     options = {"metric": METRIC, "unit": "write", "how": "mean"}
     whole = [rs.layer_ensemble(tiny, PROMPTS, exact=exact, samples=8, **options).data for exact in (True, False)]
-    monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", tokens)
+    monkeypatch.setattr("resstream.measure.removals.removal.TOKENS_PER_CHUNK", tokens)
     some = [rs.layer_ensemble(tiny, PROMPTS, exact=exact, samples=8, **options).data for exact in (True, False)]
     for one, other in zip(whole, some, strict=True):
         assert all(np.allclose(one[each], other[each], atol=1e-4, equal_nan=True) for each in one.data_vars)
@@ -514,7 +514,7 @@ def test_only_the_orders_that_are_needed_are_run(orders):
 
 def interrupting(monkeypatch, after):
     """Let Ctrl-C arrive in the middle of a run, once so many pairs of orders are done."""
-    monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", 1)
+    monkeypatch.setattr("resstream.measure.removals.removal.TOKENS_PER_CHUNK", 1)
     honest, calls = Tree.values, []
 
     def values(self, *args):
@@ -540,7 +540,7 @@ def test_an_interrupted_sample_is_a_smaller_one(monkeypatch):
 
 
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
-    monkeypatch.setattr("resstream.measure.removal.TOKENS_PER_CHUNK", 1)
+    monkeypatch.setattr("resstream.measure.removals.removal.TOKENS_PER_CHUNK", 1)
     hf_model, calls = ARCHITECTURES["llama"]().train(), []
     model = rs.load(hf_model, tokenizer=tokenizer())
 

@@ -14,7 +14,7 @@ from tiny import state_of, tokenizer
 
 import resstream as rs
 from resstream.errors import MetricError, PromptError, SiteError
-from resstream.measure.estimates import estimates
+from resstream.measure.patches.estimates import estimates
 from resstream.stream.memory import peak_bytes
 
 OTHER = rs.logit_diff([7, 3, 2], 1)

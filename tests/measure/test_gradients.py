@@ -14,7 +14,7 @@ from stream.test_read import ARCHITECTURES, WRITERS, kinds_of, like
 from tiny import LAYERS, blocks_of, tokenizer
 
 import resstream as rs
-from resstream.measure import gradient_sweep
+from resstream.measure.patches import gradient_sweep
 from resstream.stream import slopes
 
 CLOSE = 1e-5  # float32, relative to the largest cell; a planted error is 100 times as large

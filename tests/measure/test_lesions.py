@@ -23,7 +23,7 @@ import resstream as rs
 from resstream.check import Check
 from resstream.errors import EditError, MetricError, PromptError, ResultError, SiteError
 from resstream.measure import lesions, orders
-from resstream.measure.orders import KINDS
+from resstream.measure.removals.orders import KINDS
 from resstream.models.causal_lm import CausalTrunk
 from resstream.models.trunk import ResidualModel, Trunk
 from resstream.plots import save_picture
@@ -166,9 +166,12 @@ def test_what_each_lesion_does_to_the_order(how, n):
                 *[tuple(window)][:count],
                 *((i,) for i in range(high, n)),
             )
-        else:
+        elif how != "delete":
             assert {len(step) for step in lesion.order} <= {1}
-        assert [layer for (layer,) in lesion.control] == control_by_hand(how, n, count, lesion.order)
+        assert [layer for step in lesion.control for layer in step] == control_by_hand(how, n, count, lesion.order)
+        for order in [lesion.control, *([lesion.order] if how == "delete" else [])]:
+            # What is deleted leaves its place behind.
+            assert tuple(step or (place,) for place, step in enumerate(order)) == orders.whole(n)
 
 
 @pytest.mark.parametrize("how", [how for how in KINDS if how not in ("shuffle", "swap", "delete")])
@@ -187,8 +190,8 @@ def test_nothing_done_is_the_models_own_order(how):
 
 
 def test_a_larger_count_goes_on_where_a_smaller_one_ended():
-    deleted = lesions_of("delete", 12, range(13))
-    assert all(set(deleted[count + 1].order) < set(deleted[count].order) for count in range(12))
+    kept = [{*lesion.order} - {()} for lesion in lesions_of("delete", 12, range(13)).values()]
+    assert all(fewer < more for more, fewer in pairwise(kept))
     shuffled = lesions_of("shuffle", 12, range(20))
     for count in range(19):
         pairs = zip(shuffled[count].order, shuffled[count + 1].order, strict=True)

@@ -13,7 +13,7 @@ from stream.test_read import CLOSE, by_hooks
 from tiny import LAYERS, SUPPORTED, tokenizer
 
 import resstream as rs
-from resstream.measure import transplant
+from resstream.measure.patches import transplant
 from resstream.models.causal_lm import CausalTrunk
 from resstream.models.trunk import Trunk
 from resstream.stream import rows as rows_module

@@ -13,7 +13,7 @@ from stream.test_read import WRITERS, says, unchecked
 from tiny import LAYERS, SUPPORTED, blocks_of, state_of, tokenizer
 
 import resstream as rs
-from resstream.errors import PromptError, SiteError, UnsupportedModelError
+from resstream.errors import PromptError, SiteError
 from resstream.models.causal_lm import CausalTrunk
 from resstream.stream.direct import DirectPaths
 
@@ -455,12 +455,3 @@ def test_prompts_of_different_lengths(toy):
         rs.path_patching(toy, CLEAN, CORRUPTED[::-1], METRIC, senders="head", receivers="logits")
     with unchecked(), pytest.raises(SiteError, match='by="layer"'):
         rs.direct_effects(toy, CLEAN, CORRUPTED, METRIC, by="layer")
-
-
-def test_a_stream_that_is_scaled_has_no_direct_paths():
-    from measure.test_paths import TOYS
-
-    with pytest.raises(UnsupportedModelError, match="path_patching needs a stream that only its writes change"):
-        rs.path_patching(
-            TOYS["norm on the trunk"](), *TOY_PAIR, rs.logit_diff(0, 1), senders="embed", receivers="logits"
-        )

@@ -18,7 +18,7 @@ from tiny import LAYERS, blocks_of, some_ids, state_of, tokenizer
 import resstream as rs
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError, UnsupportedModelError
-from resstream.measure.path_counts import count_paths, effective_range, share_of_paths
+from resstream.measure.path_sums.path_counts import count_paths, effective_range, share_of_paths
 from resstream.models.carry import UNCHANGED, Carry
 from resstream.models.causal_lm import CausalTrunk
 from resstream.models.trunk import ResidualModel, Trunk
@@ -469,50 +469,6 @@ def test_what_the_trunk_does_is_said_once():
     plain = rs.path_lengths(TOYS["parallel"](), IDS, METRIC, samples=4)
     assert "trunk" not in plain.settings
     assert "trunk" not in repr(plain) + plain.plot().figure.get_suptitle()
-
-
-REFUSING = {
-    'ablate_layers with how="mean"': lambda model: rs.ablate_layers(model, IDS, how="mean", metric=METRIC),
-    "layer_ensemble": lambda model: rs.layer_ensemble(model, IDS, METRIC),
-    "lesion_curve": lambda model: rs.lesion_curve(model, IDS, how="delete"),
-    "an edit of the stream": lambda model: rs.edited(model, rs.Zero("0.attn")).__enter__(),
-}
-
-
-@pytest.mark.parametrize("asked", REFUSING)
-def test_what_moves_writes_refuses_a_trunk_that_changes_the_stream(asked):
-    with pytest.raises(UnsupportedModelError) as error:
-        REFUSING[asked](TOYS["tanh on the trunk"]())
-    assert says(
-        error,
-        f"{asked} needs a stream that only its writes change",
-        "toy changes the stream itself at 4 of 8 steps, first at 0.attn",
-        "use path_lengths or logit_by_path_length",
-    )
-
-
-@pytest.mark.parametrize("unit", ["layer", "attn", "mlp"])
-@pytest.mark.parametrize("case", CARRYING)
-def test_a_layer_that_is_ablated_is_passed_by_with_the_factors_of_the_trunk(case, unit):
-    model = TOYS[case]()
-    removed = {"layer": (0, 1), "attn": (0,), "mlp": (1,)}[unit]
-
-    def by_hand(layer, maps):
-        x = model.embedding[IDS]
-        for number, pair in enumerate(model.branches):
-            gone = removed if number == layer else ()
-            x = through(
-                model, [torch.zeros_like if n in gone else part for n, part in enumerate(pair)], x, maps[number]
-            )
-        logits = model.readout(x)[0, -1]
-        return float(logits[0] - logits[1])
-
-    found = rs.ablate_layers(model, IDS, unit=unit, metric=METRIC).data.metric.values[0]
-    expected = np.array([by_hand(layer, model.maps) for layer in range(model.n_layers)])
-    assert np.abs(found - expected).max() < EXACT
-    # The twin: to skip the trunk's own factors, too, gives others.
-    bare = [[*model.maps[:layer], PLAIN, *model.maps[layer + 1 :]] for layer in range(model.n_layers)]
-    assert not np.abs(found - [by_hand(layer, maps) for layer, maps in enumerate(bare)]).max() < EXACT
 
 
 @pytest.mark.parametrize("case", CARRYING)

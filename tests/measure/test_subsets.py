@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from resstream.measure import subsets
+from resstream.measure.removals import subsets
 
 EXACT = 1e-12
 COUNTS = [1, 2, 3, 5]

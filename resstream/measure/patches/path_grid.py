@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from resstream.check import Check
-from resstream.measure.columns import Columns
-from resstream.measure.effects import effects, headline, settings_of
-from resstream.measure.endpoints import End, name_of, require_a_path
-from resstream.measure.labels import to_numpy
+from resstream.measure.labels import carried_of, to_numpy, with_carried
 from resstream.measure.metrics import Metric, at_last
-from resstream.measure.pairs import Direction, Pairs
-from resstream.measure.path_rows import PathRows
-from resstream.measure.transplant import kept_for
+from resstream.measure.patches.columns import Columns
+from resstream.measure.patches.effects import effects, headline, settings_of
+from resstream.measure.patches.endpoints import End, name_of, require_a_path
+from resstream.measure.patches.pairs import Direction, Pairs
+from resstream.measure.patches.path_rows import PathRows
+from resstream.measure.patches.transplant import kept_for
 from resstream.models.trunk import ResidualModel
 from resstream.result import Result
 from resstream.sites import Site
@@ -74,9 +74,10 @@ class PathGrid:
         lengths = {"prompt": np.arange(len(pairs)), "length": ("prompt", np.array(pairs.clean.lengths))}
         names = {"sender": list(map(name_of, self.senders)), "receiver": list(map(name_of, self.receivers))}
         data = data.assign_coords({**lengths, **columns.coords(pairs), **names})
-        settings = settings_of([metric], self.direction, positions) | {"frozen": self.frozen}
+        settings = settings_of([metric], self.direction, positions) | {"frozen": self.frozen, **carried_of(self.model)}
         check = max(checks, key=lambda each: (not each.passed, each.error))
-        return Result(measure, self.model.name, data, check, headline(data, self.direction, metric.units), settings)
+        words = with_carried(headline(data, self.direction, metric.units), self.model)
+        return Result(measure, self.model.name, data, check, words, settings)
 
     @property
     def _kept(self) -> list[Site]:

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from resstream.measure.endpoints import End
-from resstream.measure.pairs import Direction, Pairs
-from resstream.measure.transplant import after_write, moved
+from resstream.measure.patches.endpoints import End
+from resstream.measure.patches.pairs import Direction, Pairs
+from resstream.measure.patches.transplant import after_write, moved
 from resstream.models.trunk import ResidualModel
 from resstream.sites import Site
 from resstream.stream.direct import DirectPaths, Frozen, Move, batches, stage_of
@@ -144,7 +144,8 @@ class PathRows:
         if not some:
             return Row(target, Site(0, "resid_pre"))
         site, put = next(iter(some.items()))
-        if len(some) == 1 and not site.is_inside:
+        # Where the trunk acts on what is written, the difference of two writes is not that of the streams after them.
+        if len(some) == 1 and not site.is_inside and not (site.is_write and self.model.carried):
             enter = after_write(self.model, site) if site.is_write else site
             own, before = self.base.values[site][target], self.base.values[enter][target]
             return Row(target, enter, lambda: Put(before + (put.value - own), put.where).over(before))

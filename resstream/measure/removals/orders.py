@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 # The steps of one run, from first to last; the units of a step all read the same stream, and their writes are added.
+# A step of no units stands in the place of the unit that is deleted there.
 Order: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 
@@ -53,13 +54,13 @@ def whole(n: int) -> Order:
 
 
 def without(n: int, gone: Iterable[int]) -> Order:
-    """The model's own order without some units.
+    """The model's own order without some units; a step of none is left in the place of each.
 
     >>> without(4, [2, 0])
-    ((1,), (3,))
+    ((), (1,), (), (3,))
     """
     left_out = set(gone)
-    return _one_by_one(unit for unit in range(n) if unit not in left_out)
+    return tuple(() if unit in left_out else (unit,) for unit in range(n))
 
 
 def middle(n: int, size: int) -> range:
@@ -97,13 +98,13 @@ def kendall_tau(ranks: Sequence[int]) -> float:
 
 
 def spell(order: Order) -> str:
-    """An order as text; units that read the same stream stand in brackets.
+    """An order as text, without what is deleted; units that read the same stream stand in brackets.
 
-    >>> spell(((0,), (1, 2), (3,)))
-    '0 (1 2) 3'
+    >>> spell(((0,), (1, 2), (), (4,)))
+    '0 (1 2) 4'
     """
-    steps = (" ".join(map(str, step)) for step in order)
-    return " ".join(f"({text})" if len(step) > 1 else text for step, text in zip(order, steps, strict=True))
+    texts = ((len(step), " ".join(map(str, step))) for step in order if step)
+    return " ".join(f"({text})" if size > 1 else text for size, text in texts)
 
 
 def _delete(n: int, counts: Sequence[int], rng: np.random.Generator) -> list[Lesion]:

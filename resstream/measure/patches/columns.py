@@ -12,7 +12,7 @@ from torch import Tensor
 
 from resstream.errors import PromptError
 from resstream.measure.labels import prompt_coords
-from resstream.measure.pairs import Pairs
+from resstream.measure.patches.pairs import Pairs
 from resstream.models.tokens import PerPrompt, Tokens
 
 

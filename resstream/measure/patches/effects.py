@@ -11,11 +11,11 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from resstream.measure.cells import Cells
 from resstream.measure.intervals import LEVEL
 from resstream.measure.labels import names_of
 from resstream.measure.metrics import Metric
-from resstream.measure.pairs import Direction, Pairs
+from resstream.measure.patches.cells import Cells
+from resstream.measure.patches.pairs import Direction, Pairs
 
 _SIGN = {
     "denoise": "effect = (metric - corrupted) / (clean - corrupted): 1 restores the clean value, 0 does nothing",

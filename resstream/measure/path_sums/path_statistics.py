@@ -12,7 +12,7 @@ from torch import Tensor
 from resstream.errors import MetricError
 from resstream.measure.intervals import relative_error
 from resstream.measure.labels import to_numpy
-from resstream.measure.path_counts import count_paths, draw_paths, effective_range, share_of_paths
+from resstream.measure.path_sums.path_counts import count_paths, draw_paths, effective_range, share_of_paths
 from resstream.stream.expand import Expansion
 
 NOTHING = 1e-10

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from resstream.errors import PromptError, SiteError, listed
 from resstream.measure.labels import to_numpy
+from resstream.models.carry import UNCHANGED
 from resstream.models.tokens import Prompts, Tokens
 from resstream.models.trunk import ResidualModel
-from resstream.sites import WRITES, Site
+from resstream.sites import Site
 from resstream.stream.read import trace
 from resstream.stream.run import TOKENS_PER_CHUNK, Score
 
@@ -42,7 +43,8 @@ def stand_ins(
         seed: which prompts "resample" draws.
     Returns:
         For each prompt the write, "pos d_model" or "d_model", that replaces a unit's; without an entry, nothing does.
-        A head is replaced through its z, "pos d_head" or "d_head".
+        A head is replaced through its z, "pos d_head" or "d_head"; a layer in which the trunk does something to the
+        stream itself through each of its writes, so that what stands in for them goes the same way.
     Raises:
         PromptError: no reference prompt is long enough to resample from.
     """
@@ -56,6 +58,16 @@ def stand_ins(
         return [means] * len(tokens)
     donors = [_donor(seed, tokens, prompt, source, own=reference is None) for prompt in range(len(tokens))]
     return [{unit: _cut(write[donor], tokens.width) for unit, write in writes.items()} for donor in donors]
+
+
+def steps_of(model: ResidualModel, layer: int) -> list[tuple[Site, ...]]:
+    """The steps of one layer: its writes, grouped by what they read."""
+    return [step for step in model.steps if step[0].layer == layer]
+
+
+def writes_of(model: ResidualModel, layer: int) -> list[Site]:
+    """The writes of one layer, in the order in which they are added."""
+    return [site for step in steps_of(model, layer) for site in step]
 
 
 def require_known(asked: str, known: Sequence[str], argument: str) -> None:
@@ -156,7 +168,10 @@ class Tree:
 
     def _pass(self, stage: Stage, below: Batch, counts: np.ndarray) -> Batch:
         """One stage up; a row whose subsets differ in a unit there becomes two, one without it and one with it."""
-        batch, origin = below, np.arange(len(below.x))
+        # Branches share what the trunk does to the stream around them; a whole layer has done it already.
+        step = tuple(part for part, _ in stage if isinstance(part, Site))
+        carry = self.model.carry(step) if step else UNCHANGED
+        batch, origin = replace(below, x=carry.passing(below.x)), np.arange(len(below.x))
         for part, column in stage:
             middle = batch.low
             if column is not None:
@@ -168,13 +183,26 @@ class Tree:
             x = torch.cat([self._removed(part, out), self._after(part, kept.x, below, origin[len(without) :])])
             ends = [np.concatenate([getattr(out, name), getattr(kept, name)]) for name in ("prompt", "low", "high")]
             batch = Batch(x, *ends)
-        return batch
+        return replace(batch, x=carry.landing(batch.x))
 
     def _removed(self, part: Removable, batch: Batch) -> Tensor:
         """States after a unit that is removed."""
-        if not len(batch.x) or part not in self.writes[0]:
+        if not len(batch.x):
             return batch.x
-        return batch.x + torch.stack([self.writes[prompt][part].expand_as(self.start[0]) for prompt in batch.prompt])
+        if isinstance(part, Site) or self.model.adds_up(part):
+            return self._with_stand_ins([part], batch.x, batch)
+        x = batch.x
+        for step in steps_of(self.model, part):
+            carry = self.model.carry(step)
+            x = carry.landing(self._with_stand_ins(step, carry.passing(x), batch))
+        return x
+
+    def _with_stand_ins(self, parts: Sequence[Removable], x: Tensor, batch: Batch) -> Tensor:
+        """A stream and what stands in for some parts, where anything does."""
+        for part in parts:
+            if part in self.writes[0]:
+                x = x + torch.stack([self.writes[prompt][part].expand_as(self.start[0]) for prompt in batch.prompt])
+        return x
 
     def _after(self, part: Removable, x: Tensor, below: Batch, origin: np.ndarray) -> Tensor:
         """States after a part that runs; rows that read the same state below the stage share its one run."""
@@ -193,13 +221,10 @@ def stages_of(model: ResidualModel, chosen: Sequence[Removable]) -> list[Stage]:
     """What runs from the first unit's layer up: a layer by its branches where one of them is a unit, else whole."""
     column: dict[Removable, int] = {unit: number for number, unit in enumerate(chosen)}
     stages: list[Stage] = []
-    for step in model.steps:
-        layer = step[0].layer
-        if layer < layer_of(chosen[0]):
-            continue
-        if any(Site(layer, kind) in column for kind in WRITES):
-            stages.append([(site, column.get(site)) for site in step])
-        elif step[0].kind == WRITES[0]:
+    for layer in range(layer_of(chosen[0]), model.n_layers):
+        if any(site in column for site in writes_of(model, layer)):
+            stages += [[(site, column.get(site)) for site in step] for step in steps_of(model, layer)]
+        else:
             stages.append([(layer, column.get(layer))])
     return stages
 
@@ -210,7 +235,9 @@ def layer_of(unit: Removable) -> int:
 
 
 def _writes(model: ResidualModel, tokens: Tokens, units: Sequence[Removable]) -> dict[Removable, Tensor]:
-    """What each unit adds to the stream."""
+    """What each unit adds to the stream; of a layer that does more to it than adding, what each branch adds."""
+    carrying = [unit for unit in units if isinstance(unit, int) and not model.adds_up(unit)]
+    units = [unit for unit in units if unit not in carrying] + [s for each in carrying for s in writes_of(model, each)]
     layers = [unit for unit in units if isinstance(unit, int)]
     sites = [Site(layer, kind) for layer in layers for kind in ("resid_pre", "resid_post")]
     parts = {unit: Site(unit.layer, "z") for unit in units if isinstance(unit, Site) and unit.kind == "head"}

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from resstream.check import Check
 from resstream.errors import MetricError, SiteError, listed
-from resstream.measure.cells import Cells
-from resstream.measure.estimates import estimates, through_softmax
 from resstream.measure.labels import to_numpy
 from resstream.measure.metrics import Metric, at_last, wide
-from resstream.measure.pairs import Direction, Pairs
-from resstream.measure.transplant import kept_for, moved, transplant
+from resstream.measure.patches.cells import Cells
+from resstream.measure.patches.estimates import estimates, through_softmax
+from resstream.measure.patches.pairs import Direction, Pairs
+from resstream.measure.patches.transplant import kept_for, moved, transplant
 from resstream.models.trunk import TOLERANCE, ResidualModel
 from resstream.sites import BOUNDARIES, Site
 from resstream.stream.memory import peak_bytes

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from resstream.errors import SiteError, listed
-from resstream.measure.columns import Columns
-from resstream.measure.pairs import Pairs
+from resstream.measure.patches.columns import Columns
+from resstream.measure.patches.pairs import Pairs
 from resstream.models.trunk import ResidualModel
 from resstream.sites import INSIDE, KINDS, Site, layers_from
 

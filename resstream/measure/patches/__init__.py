@@ -1,0 +1,1 @@
+"""What patching measures share: pairs of prompts, grids of cells, their rows, and effects."""

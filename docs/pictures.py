@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.figure import Figure
 
 import resstream as rs
@@ -33,12 +35,18 @@ def main() -> None:
         rs.path_lengths(model, CLEAN, metric),
         rs.logit_by_path_length(model, CLEAN, " Mary", " John"),
         rs.layer_ensemble(model, CLEAN, metric, units=range(10, 20)),
+        rs.stream_health(model, manual(model)),
     )
     folder = Path(__file__).parent / "img"
     for result in results:
         print(result)
         result.plot().figure.savefig(folder / f"{result.measure}.png", dpi=80, bbox_inches="tight")
     patching_scaling(model).savefig(folder / "patching_scaling.png", dpi=80, bbox_inches="tight")
+
+
+def manual(model: rs.ResidualModel) -> torch.Tensor:
+    """The first 256 tokens of Python's language reference, as ids."""
+    return torch.tensor([model.tokenizer(" ".join(topics.values())[:20000])["input_ids"][:256]])
 
 
 def patching_scaling(model: rs.ResidualModel) -> Figure:

@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resstream import lab as lab
     from resstream import prompts as prompts
     from resstream.check import Check as Check
     from resstream.errors import EditError as EditError
+    from resstream.errors import LabError as LabError
     from resstream.errors import LoadError as LoadError
     from resstream.errors import MetricError as MetricError
     from resstream.errors import PromptError as PromptError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from resstream.measure.direct_effects import direct_effects as direct_effects
     from resstream.measure.ensemble import layer_ensemble as layer_ensemble
     from resstream.measure.gradients import attribution_patching as attribution_patching
+    from resstream.measure.health import stream_health as stream_health
     from resstream.measure.lens import logit_lens as logit_lens
     from resstream.measure.lesions import lesion_curve as lesion_curve
     from resstream.measure.logit_paths import logit_by_path_length as logit_by_path_length
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Rooms that are public as a whole, such as rs.prompts.
-_ROOMS = ("prompts",)
+_ROOMS = ("prompts", "lab")
 
 # Where each public name lives, in the order of the story: load, read, edit, measure, keep. Names are imported when they
 # are first used, so that importing the package costs next to nothing.
@@ -83,6 +86,7 @@ _HOMES = {
     "measure.paths": ("path_lengths",),
     "measure.logit_paths": ("logit_by_path_length",),
     "measure.ensemble": ("layer_ensemble",),
+    "measure.health": ("stream_health",),
     "measure.metrics": ("logit_diff", "log_prob", "loss", "kl_from_base", "Metric"),
     "result": ("Result", "open_result"),
     "check": ("Check",),
@@ -95,6 +99,7 @@ _HOMES = {
         "EditError",
         "MetricError",
         "ResultError",
+        "LabError",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -16,10 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "resstream"
 GROUND = {"errors", "sites", "check"}
 TRUNK = GROUND | {"models.text", "models.tokens", "models.left_context", "models.carry", "models.trunk"}
 MEASURE = TRUNK | {"result", "stream", "measure.metrics", "measure.answers", "measure.labels"}
-# Parts that measures share, no measures themselves.
-PATCHING = ("pairs", "columns", "cells", "transplant", "effects", "endpoints", "path_rows", "path_grid")
-SLOPES = ("estimates", "gradient_sweep")
-SHARED = ("orders", "removal", "subsets", "intervals", "path_counts", "path_statistics", *PATCHING, *SLOPES)
+# Parts that measures share, no measures themselves: folders, each for one family of measures, and intervals for all.
+SHARED = ("patches", "removals", "path_sums", "vitals", "intervals")
 PARTS = {f"measure.{room}" for room in SHARED}
 EVERYTHING = MEASURE | {"plots", "models", "models.bundled", "measure", "lab", "lab.experiments", "prompts", "package"}
 MAY_IMPORT = {
@@ -34,7 +32,8 @@ MAY_IMPORT = {
     "models.carry": set(),
     "models.trunk": GROUND | {"models.tokens", "models.left_context", "models.carry"},
     "models.bundled": {"errors", "sites", "models.trunk"},
-    "models": TRUNK | {"models"},
+    "models.frozen": set(),
+    "models": TRUNK | {"models", "models.frozen"},
     "models.__init__": TRUNK | {"models", "models.bundled"},
     "stream": TRUNK | {"stream"},
     "prompts": TRUNK | {"measure.metrics", "prompts"},
@@ -42,33 +41,23 @@ MAY_IMPORT = {
     "measure.metrics": MEASURE,
     "measure.labels": TRUNK,
     "measure.answers": TRUNK,
-    "measure.removal": TRUNK | {"stream", "measure.labels"},
-    "measure.subsets": {"measure.intervals"},
     "measure.intervals": set(),
-    "measure.path_counts": set(),
-    "measure.path_statistics": TRUNK | {"stream", "measure.labels", "measure.intervals", "measure.path_counts"},
-    "measure.orders": set(),
-    "measure.pairs": TRUNK | {"stream", "measure.metrics"},
-    "measure.columns": TRUNK | {"measure.labels", "measure.pairs"},
-    "measure.cells": TRUNK | {"measure.pairs", "measure.columns"},
-    "measure.transplant": TRUNK | {"stream"},
-    "measure.effects": {f"measure.{room}" for room in ("cells", "pairs", "intervals", "labels", "metrics")},
-    "measure.endpoints": TRUNK | {"stream"},
-    "measure.path_rows": TRUNK | {"stream", "measure.endpoints", "measure.pairs", "measure.transplant"},
-    "measure.path_grid": MEASURE | {f"measure.{room}" for room in PATCHING},
-    "measure.estimates": TRUNK | {"stream", "measure.metrics"},
-    "measure.gradient_sweep": MEASURE | {f"measure.{room}" for room in ("estimates", "cells", "pairs", "transplant")},
+    "measure.patches": MEASURE | {"measure.intervals", "measure.patches"},
+    "measure.removals": TRUNK | {"stream", "measure.labels", "measure.intervals", "measure.removals"},
+    "measure.path_sums": TRUNK | {"stream", "measure.labels", "measure.intervals", "measure.path_sums"},
+    "measure.vitals": TRUNK | {"stream", "measure.labels", "measure.metrics", "measure.vitals"},
     "measure.__init__": MEASURE | {"measure"},
-    "lab": TRUNK | {"result", "lab"},
-    "lab.experiments": TRUNK | {"result", "lab", "lab.experiments", "measure", "measure.metrics", "measure.labels"},
+    "lab": TRUNK | {"models.frozen", "lab"},
+    "lab.__init__": {"models.carry", "lab", "lab.experiments"},
+    "lab.experiments": MEASURE | PARTS | {"measure", "models", "lab", "lab.experiments"},
     "report": EVERYTHING,
     "sweep": EVERYTHING,
     "cli": EVERYTHING | {"report", "sweep", "cli"},
 }
 OWN_ROOMS = {
-    "models": {"text", "tokens", "left_context", "carry", "trunk", "bundled", "__init__"},
+    "models": {"text", "tokens", "left_context", "carry", "frozen", "trunk", "bundled", "__init__"},
     "measure": {"metrics", "answers", "labels", "__init__", *SHARED},
-    "lab": {"experiments"},
+    "lab": {"experiments", "__init__"},
 }
 NEVER_TORCH = GROUND | {"result", "plots"}
 TORCH = {"torch", "transformers", "transformer_lens"}
@@ -188,10 +177,20 @@ PLANTED = {
     "a measure uses another, by the folder": ("measure/lens.py", "from . import patching", "may not import measure "),
     "a plot measures": ("plots/lens.py", "from resstream.measure import lens", "plots may not import measure "),
     "a measure draws, by name": ("measure/lens.py", "import_module('resstream.plots')", "measure may not import plots"),
-    "subsets know a model": ("measure/subsets.py", "from resstream.models import trunk", "subsets may not import"),
-    "a report counts subsets": ("report.py", "from resstream.measure import subsets", "may not import measure.subsets"),
+    "subsets know a measure": (
+        "measure/removals/subsets.py",
+        "from resstream.measure import lens",
+        "measure.removals may not import measure ",
+    ),
+    "a report counts subsets": (
+        "report.py",
+        "from resstream.measure.removals import subsets",
+        "not import measure.removals",
+    ),
     "a measure goes through the front door": ("measure/lens.py", "import resstream", "measure may not import package"),
     "a toy net measures": ("lab/nets.py", "from resstream.measure import lens", "lab may not import measure"),
+    "a toy net experiments": ("lab/nets.py", "from resstream.lab import experiments", "may not import lab.experiments"),
+    "a measure freezes": ("measure/lens.py", "from resstream.models.frozen import f", "may not import models.frozen"),
     "prompts know results": ("prompts.py", "from resstream.result import Result", "prompts may not import result"),
     "a report uses the command line": ("report.py", "from resstream.cli import app", "report may not import cli"),
     "a room without a row": ("utils.py", "", "no row in the table says what utils may import"),
@@ -204,12 +203,13 @@ PLANTED = {
 ALLOWED = {
     "result.py": "class Result:\n    def plot(self):\n        from resstream import plots",
     "measure/lens.py": "from resstream.measure import metrics\nfrom resstream.stream.run import run",
-    "measure/ensemble.py": "from .removal import stand_ins\nfrom resstream.measure.subsets import shapley",
-    "measure/removal.py": "from resstream.stream.run import run\nfrom .labels import to_numpy",
-    "measure/subsets.py": "import numpy",
+    "measure/ensemble.py": "from .removals.removal import f\nfrom resstream.measure.removals.subsets import g",
+    "measure/removals/removal.py": "from resstream.stream.run import run\nfrom ..labels import to_numpy",
+    "measure/removals/subsets.py": "import numpy",
     "measure/patching.py": "from .metrics import loss\nfrom resstream.models.trunk import ResidualModel",
     "measure/metrics.py": "import torch",
-    "lab/nets.py": "def forward(self): ...",
+    "lab/__init__.py": "from resstream.lab import experiments",
+    "lab/nets.py": "from resstream.models.frozen import f\ndef forward(self): ...",
     "lab/experiments.py": "from resstream.measure.lens import f\nfrom resstream.lab import nets",
     "models/__init__.py": "from resstream.models.bundled import obtain\nfrom . import causal_lm",
     "models/causal_lm.py": "m.register_forward_hook(f)\nm.forward = f",

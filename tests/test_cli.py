@@ -24,7 +24,19 @@ from resstream.cli.tables import tables_of
 EIFFEL = "The Eiffel Tower is in the city of"
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
-COMMANDS = ("report", "lens", "patch", "ablate", "lesion", "ensemble", "paths", "logit-paths", "models")
+COMMANDS = (
+    "report",
+    "lens",
+    "patch",
+    "ablate",
+    "lesion",
+    "ensemble",
+    "paths",
+    "logit-paths",
+    "health",
+    "lab",
+    "models",
+)
 
 
 @pytest.fixture(autouse=True)

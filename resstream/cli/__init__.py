@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from resstream.cli.expanding import logit_paths, paths
 from resstream.cli.group import app, example
+from resstream.cli.health import health
+from resstream.cli.lab import lab
 from resstream.cli.overview import models, report
 from resstream.cli.patching import patch
 from resstream.cli.reading import lens
@@ -30,6 +32,8 @@ _COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
         "resstream logit-paths 'The Eiffel Tower is in the city of' \\",
         "    --answer ' Paris' --against ' Rome' --out logit.png",
     ),
+    lab: ("resstream lab gradient_fan --short --out fan.png",),
+    health: ("resstream health 'The Eiffel Tower is in the city of Paris, in France.' --out health.png",),
     models: ("resstream models",),
 }
 for _command, _lines in _COMMANDS.items():

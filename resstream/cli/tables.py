@@ -26,6 +26,9 @@ class Table:
 
 def tables_of(result: Result) -> Iterator[Table]:
     """The tables of a result."""
+    if result.measure.startswith("lab."):
+        yield from _claims(result)
+        return
     if result.measure in _WHOLE:
         yield from _WHOLE[result.measure](result)
         return
@@ -48,6 +51,17 @@ def print_table(table: Table) -> None:
     # A file or a pipe has no width to fit into.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     console.print(Text(table.title, style="italic"), grid, "", sep="\n")
+
+
+def _claims(result: Result) -> Iterator[Table]:
+    """What an experiment found of its claims."""
+    names = ("row", "says", "expected", "found", "verdict")
+    rows = [
+        (*(str(claim[name]) for name in names[:-1]), ": ".join(filter(None, (claim["verdict"], claim["because"]))))
+        for claim in result.settings["claims"]
+    ]
+    if rows:
+        yield Table("Claims", ("claim", "says", "figure there", "figure here", "verdict"), rows)
 
 
 def _lens(result: Result, prompt: int) -> Iterator[Table]:
@@ -125,6 +139,17 @@ def _lesions(result: Result) -> Iterator[Table]:
     yield Table(f"{whole}; {result.settings['counted']}; control: {result.settings['control']}", columns, rows)
 
 
+def _health(result: Result) -> Iterator[Table]:
+    """Each pitfall: whether it was found, by what, and what to do about those that were."""
+    data = result.data
+    columns = (data.pitfall.values, data.found.values, data.evidence.values, data.advice.values)
+    rows = []
+    for pitfall, found, evidence, advice in zip(*columns, strict=True):
+        said = f"{evidence}. To do: {advice}" if found else str(evidence)
+        rows.append((str(pitfall), "FOUND" if found else "no", said))
+    yield Table(f"Pitfalls, looked for in {result.settings['tokens']} tokens", ("pitfall", "found", "evidence"), rows)
+
+
 def _ensemble(result: Result, prompt: int) -> Iterator[Table]:
     """The units that are worth most, and where every subset was run the pairs that depend on each other most."""
     data, unit = result.data.isel(prompt=prompt), str(result.settings["unit"])
@@ -181,6 +206,7 @@ _WHOLE: dict[str, Callable[[Result], Iterator[Table]]] = {
     "patch_activations": _patching,
     "attribution_patching": _patching,
     "lesion_curve": _lesions,
+    "stream_health": _health,
 }
 _TABLES: dict[str, Callable[[Result, int], Iterator[Table]]] = {
     "logit_lens": _lens,

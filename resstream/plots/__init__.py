@@ -21,6 +21,8 @@ from resstream.plots.ablation import draw_ablation
 from resstream.plots.canvas import Place
 from resstream.plots.comparison import draw_comparison
 from resstream.plots.ensemble import draw_ensemble
+from resstream.plots.experiments import draw_experiment
+from resstream.plots.health import draw_health
 from resstream.plots.lens import draw_lens
 from resstream.plots.lesions import draw_lesions
 from resstream.plots.logit_paths import draw_logit_paths
@@ -41,6 +43,7 @@ _DRAWINGS: dict[str, Callable[..., Axes]] = {
     "path_lengths": draw_paths,
     "logit_by_path_length": draw_logit_paths,
     "layer_ensemble": draw_ensemble,
+    "stream_health": draw_health,
 }
 
 
@@ -52,7 +55,8 @@ def draw(result: Result, ax: Axes | None = None, **options: Any) -> Axes:
         ax: where to draw; by default a new figure of pyplot's, which a notebook shows, sized to what is drawn.
         **options: `prompt` for any measure; for `logit_lens` `variable` and `show`; for `patch_activations` and
             `attribution_patching` `site`, `metric`, `panel` and `show`; for `path_patching` and `direct_effects`
-            `receiver` and `show`; for `lesion_curve` `show`; for `path_lengths` and `layer_ensemble` `panel`.
+            `receiver` and `show`; for `lesion_curve` and experiments of the lab `show`; for `path_lengths`,
+            `layer_ensemble` and `stream_health` `panel`.
     Returns:
         The Axes that were drawn on; `.figure` is theirs.
     Raises:
@@ -90,12 +94,18 @@ def save_picture(result: Result, target: str | Path, *, dpi: int = 150, **option
 
 
 def _drawing_of(result: Result, options: dict[str, Any]) -> Callable[..., Axes]:
+    if result.measure.startswith("lab."):
+        return _known(draw_experiment, result, options)
     if result.measure not in _DRAWINGS:
         raise ResultError(
             f'there is no picture of "{result.measure}": pictures exist of {listed(_DRAWINGS)}; '
             "use result.data or result.to_dataframe()"
         )
-    drawing = _DRAWINGS[result.measure]
+    return _known(_DRAWINGS[result.measure], result, options)
+
+
+def _known(drawing: Callable[..., Axes], result: Result, options: dict[str, Any]) -> Callable[..., Axes]:
+    """A drawing, if it has all the options that were asked for."""
     known = [name for name, each in inspect.signature(drawing).parameters.items() if each.kind is each.KEYWORD_ONLY]
     for name in options:
         if name not in known:

@@ -1,0 +1,1 @@
+"""What experiments share: claims and outcomes, slopes, races between nets, and what is measured in several of them."""

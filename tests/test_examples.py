@@ -20,7 +20,7 @@ SCRIPTS = {
 
 
 # Each notebook with the number of its pictures.
-NOTEBOOKS = {"tour.ipynb": 4, "name_movers.ipynb": 2, "implicit_ensemble.ipynb": 6}
+NOTEBOOKS = {"tour.ipynb": 4, "name_movers.ipynb": 2, "implicit_ensemble.ipynb": 6, "residual_lab.ipynb": 7}
 
 
 def test_every_example_is_run_here():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -52,12 +53,17 @@ def relative_error(values: Float[np.ndarray, " sample"]) -> float:
 def student(freedom: int) -> float:
     """How many standard errors a 95% interval reaches to each side, when the error itself was estimated.
 
-    >>> [round(student(freedom), 2) for freedom in (3, 5, 10, 99)]
-    [3.16, 2.57, 2.23, 1.98]
+    >>> [round(student(freedom), 2) for freedom in (1, 2, 3, 5, 10, 99)]
+    [12.71, 4.3, 3.16, 2.57, 2.23, 1.98]
 
     Source:
-        Abramowitz and Stegun 1964, equation 26.7.5, an expansion in 1/freedom that is good to 3% from 2 on.
+        Abramowitz and Stegun 1964, equation 26.7.5, an expansion in 1/freedom that is good to 1% from 3 on; below that
+        the distribution is that of a tangent, or of an algebraic function, which is turned around.
     """
+    if freedom == 1:
+        return math.tan(math.pi * LEVEL / 2)
+    if freedom == 2:
+        return LEVEL * math.sqrt(2 / (1 - LEVEL**2))
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     terms = (
         z,

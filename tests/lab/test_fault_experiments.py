@@ -96,5 +96,5 @@ def test_what_cannot_be_built_is_refused():
         experiments.pitfalls(faults=["bad luck"])
     with pytest.raises(LabError, match="seeds=0"):
         experiments.pitfalls(seeds=0)
-    with pytest.raises(LabError, match="layers=0"):
+    with pytest.raises(LabError, match="depth=0"):
         experiments.switchable_block(depth=0, seeds=1)

@@ -20,7 +20,8 @@ from tiny import LAYERS, blocks_of, state_of, tokenizer
 
 import resstream as rs
 from resstream.errors import EditError, MetricError, PromptError, ResultError, SiteError
-from resstream.measure import ensemble, subsets
+from resstream.measure import ensemble
+from resstream.measure.removals import subsets
 from resstream.measure.removals.removal import Tree
 from resstream.models.causal_lm import CausalLM, CausalTrunk
 

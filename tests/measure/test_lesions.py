@@ -22,7 +22,8 @@ from tiny import SUPPORTED, VOCAB, blocks_of, state_of, tokenizer
 import resstream as rs
 from resstream.check import Check
 from resstream.errors import EditError, MetricError, PromptError, ResultError, SiteError
-from resstream.measure import lesions, orders
+from resstream.measure import lesions
+from resstream.measure.removals import orders
 from resstream.measure.removals.orders import KINDS
 from resstream.models.causal_lm import CausalTrunk
 from resstream.models.trunk import ResidualModel, Trunk

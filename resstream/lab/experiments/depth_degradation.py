@@ -28,7 +28,7 @@ SOURCE = "a common claim, after He et al. 2015, Deep residual learning, figure 1
 
 
 def depth_degradation(
-    *, depths: Sequence[int] = DEPTHS, steps: int = STEPS, seeds: int = 4, progress: bool = False
+    *, depths: Sequence[int] = DEPTHS, steps: int = STEPS, seeds: int = 8, progress: bool = False
 ) -> Result:
     """Train plain and residual stacks of more and more weight layers on three spirals.
 
@@ -94,7 +94,7 @@ def depth_degradation(
 
 def _net(rule: str, depth: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Net, Task]:
     task = spirals()
-    branch = Layer("tanh", 0.75) if rule == "plain" else Perceptron(std=(0.75, 0.75))
+    branch = Layer("tanh", 0.7) if rule == "plain" else Perceptron(std=(0.7, 0.7))
     return mlp(rule, depth=depth // branch.matrices, branch=branch, ends=task.ends, seed=seed, dtype=dtype), task
 
 

@@ -35,8 +35,8 @@ def _slope_error(net: Net, task: Task) -> float:
     gradient = gradients_by_boundary(net, task)[0]
     slope = float(gradient.norm())
     direction = gradient / gradient.norm()
-    # A step that changes the loss by the same share in nets whose gradients are orders apart.
-    step = _STEP / max(slope, 1e-12) if slope > 1 else _STEP
+    # Where the gradient is large, as it is in some nets by orders, a smaller step changes the loss by as little.
+    step = _STEP / max(slope, 1.0)
     with torch.no_grad():
         up, down = (float(_run(net, task, shift=sign * step * direction)[1]) for sign in (1, -1))
     return abs((up - down) / (2 * step) - slope) / slope
